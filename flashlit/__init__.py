@@ -1,0 +1,23 @@
+"""Attention kernels, derived, run, counted and forecast.
+
+`attention` and `flash_attention` compute, `HBM` and `Meter` count, `Problem` and the
+functions of it give the same counts in closed form, and `estimate` turns them into time
+on one of the `DEVICES`. Each module is a chapter of the book, `nbs/` in the repository.
+"""
+
+from flashlit.hbm import HBM, Meter
+from flashlit.model import Estimate, estimate, profile, verdict
+from flashlit.naive import attention
+from flashlit.online import merge
+from flashlit.roofline import DEVICES, Device
+from flashlit.scores import Band, pairs
+from flashlit.tiled import flash_attention
+from flashlit.traffic import (
+    Problem,
+    compulsory_bytes,
+    flash_bytes,
+    flops,
+    standard_bytes,
+)
+
+__version__ = "0.1.0"

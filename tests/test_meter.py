@@ -1,0 +1,374 @@
+"""What crosses the memory, metered, against the formulas; and the formulas by themselves."""
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flashlit.hbm import HBM, Meter
+from flashlit.model import estimate
+from flashlit.roofline import DEVICES, Device, peak, ridge, si
+from flashlit.scores import pairs
+from flashlit.tiled import flash_attention_1
+from flashlit.traffic import (
+    Problem, compulsory_bytes, flash_bytes, flops, largest_block, lower_bound, paper_blocks, score_count,
+    standard_bytes,
+)  # fmt: skip
+from helpers import DTYPES, agree, naive, qkv, same, strict, tiled
+from oracle import oracle, visible
+from test_properties import BANDS
+
+NAMES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+FP8 = {"fp8": "float8_e4m3fn"}
+
+
+def metered(path, q, k, v, **options):
+    """The meter after one call, and the call's results out of their memory."""
+    meter = Meter()
+    q, k, v = (HBM(x, meter, name) for x, name in zip((q, k, v), "QKV"))
+    got = path(q, k, v, **options)
+    got = got if isinstance(got, tuple) else (got,)
+    return meter, [x._array for x in got]
+
+
+@st.composite
+def problems(draw, dtypes=tuple(NAMES)):
+    """A Problem small enough to run."""
+    size, tile = st.integers(0, 12), st.integers(1, 15)
+    kv_heads = draw(st.integers(1, 2))
+    return Problem(
+        seq_q=draw(size), seq_kv=draw(size), batch=draw(st.integers(1, 2)),
+        heads=kv_heads * draw(st.integers(1, 2)), kv_heads=kv_heads,
+        head_dim=draw(st.integers(1, 4)), value_dim=draw(st.integers(0, 4)),
+        dtype=draw(st.sampled_from(dtypes)), block_q=draw(tile), block_kv=draw(tile), **draw(BANDS),
+    )  # fmt: skip
+
+
+def arrays(p):
+    """q, k and v of a problem."""
+    lead, kv_lead = (p.batch, p.heads), (p.batch, p.kv_heads)
+    return qkv(p.seq_q, p.seq_kv, p.head_dim, p.value_dim, lead, kv_lead, (NAMES | FP8)[p.dtype])
+
+
+def band(p):
+    return {"causal": p.causal, "window": p.window, "align": p.align}
+
+
+def blocks(p):
+    return {"block_q": p.block_q, "block_kv": p.block_kv}
+
+
+# the meter and the formula
+
+
+@given(problems(), st.booleans())
+def test_tiled(p, lse):
+    meter, got = metered(tiled, *arrays(p), return_lse=lse, **band(p), **blocks(p))
+    assert meter.total == flash_bytes(p, lse=lse)
+    assert not meter.read.keys() & {"O", "lse"} and not meter.written.keys() & {"Q", "K", "V"}
+    want = tiled(*arrays(p), return_lse=lse, **band(p), **blocks(p))
+    same(got, want if lse else [want])
+
+
+@given(problems(), st.booleans())
+def test_naive(p, lse):
+    meter, got = metered(naive, *arrays(p), return_lse=lse, **band(p))
+    score_item = 8 if p.dtype == "fp64" else 4  # S and P are kept in the working type
+    assert meter.total == standard_bytes(p, score_item=score_item, lse=lse)
+    scores = score_item * p.batch * p.heads * int(visible(p.seq_q, p.seq_kv, **band(p)).sum())
+    for name in "SP":
+        assert meter.read[name] == meter.written[name] == scores
+    want = naive(*arrays(p), return_lse=lse, **band(p))
+    same(got, want if lse else [want])
+
+
+def walk_keys_outside(p):
+    """Bytes of FlashAttention-1's loop, tile by tile, for one head."""
+    shown, state = visible(p.seq_q, p.seq_kv, **band(p)), 8 if p.dtype == "fp64" else 4
+    d, dv, met, total = p.head_dim, p.value_dim, set(), 0
+    for j in range(0, p.seq_kv, p.block_kv):
+        total += min(p.block_kv, p.seq_kv - j) * (d + dv) * p.item  # K and V
+        for i in range(0, p.seq_q, p.block_q):
+            if shown[i : i + p.block_q, j : j + p.block_kv].any():
+                rows, again = min(p.block_q, p.seq_q - i), i in met
+                total += rows * (d * p.item + (1 + again) * (dv * p.item + state))
+                met.add(i)
+    unseen = sum(min(p.block_q, p.seq_q - i) for i in range(0, p.seq_q, p.block_q) if i not in met)
+    return total + unseen * (dv * p.item + state)
+
+
+@given(problems(dtypes=["fp64", "fp32", "bf16", "fp8"]))
+def test_keys_outside(p):
+    assert flash_bytes(p, order="keys") == p.batch * p.heads * walk_keys_outside(p)
+
+
+@given(problems())
+def test_keys_outside_metered(p):
+    meter, got = metered(strict(flash_attention_1), *arrays(p), **band(p), **blocks(p))
+    assert meter.total == flash_bytes(p, order="keys")
+    if p.dtype == "fp64":
+        agree(got, oracle(*arrays(p), **band(p)))
+
+
+@given(problems(dtypes=["fp8"]), st.booleans())
+def test_8_bit_inputs(p, lse):
+    """Q, K and V are read byte by byte; O is written in float32."""
+    q, k, v = arrays(p)
+    meter, _ = metered(tiled, q, k, v, return_lse=lse, **band(p), **blocks(p))
+    o = p.batch * p.heads * p.seq_q * p.value_dim
+    assert meter.total - meter.written["O"] == flash_bytes(p, lse=lse) - o and meter.written["O"] == 4 * o
+
+
+# tensor by tensor
+
+
+def test_every_tensor_under_its_name():
+    q, k, v = qkv(8, 8, d=2, dtype="float32")
+    meter, mask, bias = Meter(), np.ones((8, 8), bool), np.zeros((1, 8), np.float32)
+    q, k, v = (HBM(x, meter, name) for x, name in zip((q, k, v), "QKV"))
+    over = {"mask": HBM(mask, meter, "mask"), "bias": HBM(bias, meter, "bias")}
+    tiled(q, k, v, return_lse=True, block_q=2, block_kv=4, **over)
+    assert meter.read == {"Q": 64, "K": 4 * 64, "V": 4 * 64, "mask": 64, "bias": 4 * 8 * 4}
+    assert meter.written == {"O": 64, "lse": 32}
+    assert meter.total == sum(meter.read.values()) + sum(meter.written.values())
+
+
+def test_naive_tensor_by_tensor():
+    meter, _ = metered(naive, *qkv(8, 8, d=2, dtype="float32"), causal=True, return_lse=True)
+    assert meter.read == {"Q": 64, "K": 64, "V": 64, "S": 144, "P": 144}
+    assert meter.written == {"S": 144, "P": 144, "O": 64, "lse": 32}
+
+
+def test_tiles_that_see_nothing_are_not_loaded():
+    meter, _ = metered(tiled, *qkv(6, 6, d=1), window=(0, 0), align=6, block_q=2, block_kv=2)
+    assert set(+meter.read) <= {"Q"} and meter.written == {"O": 48}
+
+
+def test_causal_tiles_of_the_running_example():
+    """64 tokens in tiles of 16 x 16: 10 of 16 tiles are visited, each loads a K and a V tile."""
+    meter, _ = metered(tiled, *qkv(64, 64, d=16), causal=True, block_q=16, block_kv=16)
+    assert meter.read["K"] == meter.read["V"] == 10 * 16 * 16 * 8
+    assert not meter.read.keys() & {"S", "P"} and not meter.written.keys() & {"S", "P"}
+
+
+@pytest.mark.parametrize("align, keys", [("top_left", 4 + 4), ("bottom_right", 10 + 10)])
+def test_ragged_tiles_by_hand(align, keys):
+    """Row tiles 0-2 and 3; key tiles 0-3, 4-7 and 8-9."""
+    p = Problem(
+        seq_q=4, seq_kv=10, head_dim=1, dtype="fp32", causal=True, align=align, block_q=3, block_kv=4
+    )  # fmt: skip
+    assert flash_bytes(p) == 4 * (4 + 2 * keys + 4)
+    assert metered(tiled, *arrays(p), **band(p), **blocks(p))[0].total == flash_bytes(p)
+
+
+@pytest.mark.parametrize("path", [naive, tiled])
+def test_out_may_be_metered(path):
+    q, k, v = qkv(5, 7)
+    meter = Meter()
+    out = HBM(np.full((5, 4), 9.0), meter, "result")
+    assert path(q, k, v, out=out) is out
+    assert meter.written == {"result": 5 * 4 * 8} and not meter.read
+    same([out._array], [path(q, k, v)])
+
+
+# the memory itself
+
+
+def test_slices_are_counted():
+    meter = Meter()
+    x = HBM(np.arange(12.0).reshape(3, 4), meter, "x")
+    assert np.array_equal(x[1:, :2], [[4, 5], [8, 9]]) and meter.read == {"x": 32}
+    x[0] = 7.0
+    assert meter.written == {"x": 32} and meter.total == 64
+    assert (x.shape, x.dtype, x.ndim) == ((3, 4), np.float64, 2)
+
+
+def test_a_loaded_tile_cannot_be_written_to():
+    x = HBM(np.zeros((3, 4)), Meter(), "x")
+    with pytest.raises(ValueError):
+        x[0][0] = 1
+
+
+USES = [np.asarray, np.array, np.copy, np.sum, len, iter, list, float, lambda x: x @ np.ones(4), lambda x: 1 in x]
+
+
+@pytest.mark.parametrize("use", USES)
+def test_nothing_is_copied_unseen(use):
+    meter = Meter()
+    x = HBM(np.zeros((3, 4)), meter, "x")
+    with pytest.raises(TypeError):
+        use(x)
+    assert meter.total == 0
+
+
+def test_empty_like_makes_metered_memory():
+    meter = Meter()
+    y = np.empty_like(HBM(np.zeros((3, 4)), meter, "x"), shape=(2, 2), dtype=np.float32)
+    assert isinstance(y, HBM) and (y.shape, y.dtype) == ((2, 2), np.float32)
+    y.name = "y"
+    y[...] = 1
+    assert meter.written == {"y": 16}
+
+
+# arrays of lengths, and long lengths
+
+COUNTS = {
+    "pairs": lambda p: pairs(p.seq_q, p.seq_kv, **band(p)),
+    "score_count": score_count,
+    "flops": flops,
+    "flops dense": lambda p: flops(p, "dense"),
+    "compulsory_bytes": compulsory_bytes,
+    "compulsory_bytes lse": lambda p: compulsory_bytes(p, lse=True),
+    "standard_bytes": standard_bytes,
+    "standard_bytes fused": lambda p: standard_bytes(p, fused=True),
+    "flash_bytes": flash_bytes,
+    "flash_bytes lse": lambda p: flash_bytes(p, lse=True),
+    "flash_bytes keys": lambda p: flash_bytes(p, order="keys"),
+    "lower_bound": lambda p: lower_bound(p, 2**17),
+}
+COUNTED = pytest.mark.parametrize("count", COUNTS.values(), ids=COUNTS)
+WINDOWS = [{}, {"causal": True}, {"window": (5, 3)}, {"causal": True, "window": (7, None)}]
+
+
+@pytest.mark.parametrize("options", WINDOWS)
+@COUNTED
+def test_arrays_equal_scalars(count, options):
+    p = Problem(1, heads=6, kv_heads=2, head_dim=3, value_dim=5, block_q=4, block_kv=6, **options)
+    lengths = np.arange(40)
+    got = count(p.at(lengths))
+    assert got.dtype == np.float64
+    assert got.tolist() == [count(p.at(n)) for n in lengths.tolist()]
+
+
+@pytest.mark.parametrize("align", ["top_left", "bottom_right", -2, 3])
+@COUNTED
+def test_arrays_of_two_lengths(count, align):
+    n, m = (x.ravel() for x in np.meshgrid(range(12), range(12)))
+
+    def ask(n, m):
+        sizes = {"heads": 2, "head_dim": 3, "block_q": 3, "block_kv": 4}
+        return count(Problem(seq_q=n, seq_kv=m, causal=True, align=align, **sizes))
+
+    assert ask(n, m).tolist() == [ask(*x) for x in zip(n.tolist(), m.tolist())]
+
+
+BILLION = 10**9
+
+
+@pytest.mark.parametrize("options", WINDOWS)
+@COUNTED
+def test_a_billion_tokens(count, options):
+    p = Problem(BILLION, batch=8, heads=32, **options)
+    exact = count(p)
+    assert isinstance(exact, float if count is COUNTS["lower_bound"] else int) and exact > 0
+    same_size = [count(p.at(kind(BILLION))) for kind in (np.int64, np.uint32, float)]
+    assert same_size == [exact] * 3
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (5, 3)}])
+@pytest.mark.parametrize("name", ["pairs", "flops", "standard_bytes"])
+def test_a_billion_tokens_in_an_array(name, options):
+    p, count = Problem(BILLION, **options), COUNTS[name]
+    np.testing.assert_allclose(count(p.at(np.array([BILLION]))), [float(count(p))], rtol=1e-15)
+
+
+@pytest.mark.parametrize("options", WINDOWS)
+@pytest.mark.parametrize("order", ["queries", "keys"])
+def test_a_billion_tokens_in_tiles(order, options):
+    p = Problem(BILLION, **options)
+    got = flash_bytes(p.at(np.array([BILLION])), order)
+    np.testing.assert_allclose(got, [float(flash_bytes(p, order))], rtol=1e-15)
+
+
+def test_a_billion_tokens_to_the_last_digit():
+    n = BILLION
+    assert pairs(n, causal=True) == n * (n + 1) // 2
+    assert flops(Problem(n, head_dim=64, heads=3)) == 4 * 64 * 3 * n * n
+    assert flops(Problem(n, head_dim=64, causal=True), "half") == 2 * 64 * n * n
+    assert standard_bytes(Problem(n, head_dim=1, dtype="fp32")) == 4 * (4 * n + 4 * n * n)
+    t = n // 128  # tiles, the last of them whole
+    assert flash_bytes(Problem(n, head_dim=1, causal=True)) == 2 * 2 * (n + 128 * t * (t + 1) // 2)
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}])
+def test_estimate_of_arrays(options):
+    p, device = Problem(1, heads=4, **options), DEVICES["seed"]
+    lengths = np.array([1, 512, 1000, 8192, 131072])
+    whole, singly = estimate(p.at(lengths), device), [estimate(p.at(n), device) for n in lengths.tolist()]
+    fields = "flops score_bytes naive_bytes tiled_bytes compute_time naive_time tiled_time"
+    for name in [*fields.split(), "speedup", "reduction", "naive_bound", "tiled_bound"]:
+        assert np.array_equal(getattr(whole, name), [getattr(one, name) for one in singly]), name
+
+
+# Cases reported in public against other packages, by their names in cases.jsonl.
+
+
+CASES = {
+    "mask-08": lambda: (
+        pairs(3, 128, causal=True, align="bottom_right") == 381
+    ),
+    "flops-02": lambda: (
+        flops(Problem(seq_q=4, seq_kv=10, head_dim=8, value_dim=16, causal=True, align="bottom_right"))
+        == 34 * 2 * (8 + 16) == 1632
+    ),
+    "flops-03": lambda: (
+        [pairs(5, 2, causal=True, align=a) for a in ("top_left", "bottom_right")] == [9, 3]
+    ),
+    "flops-06": lambda: flops(Problem(2, head_dim=8, value_dim=4)) == 96,
+    "flops-10": lambda: (
+        flops(Problem(14)) == 4 * flops(Problem(7))
+        and flops(Problem(14, causal=True)) * 7 * 8 == flops(Problem(7, causal=True)) * 14 * 15
+    ),
+    "flops-11": lambda: (
+        flops(Problem(seq_q=1, seq_kv=101, heads=64)) - flops(Problem(seq_q=1, seq_kv=100, heads=64))
+        == 4 * 64 * 128 == 32768
+    ),
+    "flops-12": lambda: flops(Problem(3, heads=2, head_dim=4, value_dim=1)) == 180,
+    "flops-13": lambda: pairs(8, causal=True, window=(2, None)) == 21,
+    "bytes-01": lambda: (
+        compulsory_bytes(Problem(seq_q=0, seq_kv=10, heads=8, kv_heads=2, head_dim=4)) == 320
+    ),
+    "bytes-08": lambda: (
+        compulsory_bytes(Problem(seq_q=0, seq_kv=1, head_dim=192, value_dim=128)) == 640
+    ),
+    "bytes-13": lambda: (
+        flash_bytes(Problem(8, head_dim=4, block_q=2, dtype="fp32"), lse=True) == 4 * 328
+        and standard_bytes(Problem(8, head_dim=4, dtype="fp32")) == 4 * 384
+    ),
+    "bytes-14": lambda: paper_blocks(Problem(8), 48 * 1024) == (48, 48),
+    "hw-02": lambda: {peak(d) for name, d in DEVICES.items() if name.startswith("a100")} == {312e12},
+    "hw-05": lambda: 1e12 / Device("two", peak=None, bandwidth=2000e9).bandwidth == 0.5
+    and DEVICES["seed"].bandwidth == 3350e9,
+    "hw-08": lambda: (
+        si(989.4e12, "FLOP/s") == "989.4 TFLOP/s"
+        and si(3.35e12, "B/s") == "3.35 TB/s"
+        and round(ridge(Device("h100", peak=989.4e12, bandwidth=3.35e12)), 1) == 295.3
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_case(name):
+    assert CASES[name]()
+
+
+@pytest.mark.parametrize("sram", [1, 100, 512, 2**17, 196608])
+@pytest.mark.parametrize("d, dv", [(1, 1), (64, 64), (128, 128), (192, 128)])
+def test_largest_block(d, dv, sram):
+    """The tile fits, one row more does not: counted tile by tile."""
+    p = Problem(8, head_dim=d, value_dim=dv)
+    b = largest_block(p, sram)
+    q, k, v, o = b * d, b * d, b * dv, b * dv
+    assert 2 * (q + k + v + o) <= sram < 2 * (b + 1) * 2 * (d + dv)
+
+
+def test_ridge_of_every_device_whose_figures_are_known():
+    known = [d for d in DEVICES.values() if d.peak and d.bandwidth]
+    assert len(known) > 5
+    for d in known:
+        assert ridge(d) == d.peak / d.bandwidth
+        assert 10 < ridge(d) < 3000 and 1e11 < d.bandwidth < 1e14 and 1e13 < d.peak < 1e17
+
+
+def test_look_ups_ignore_case():
+    assert DEVICES["H100-SXM"] is DEVICES["h100-sxm"]
+    assert set(DEVICES) == {d.name.lower() for d in DEVICES.values()}
