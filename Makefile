@@ -46,8 +46,7 @@ bench: setup ## run the benchmarks
 
 notebooks: setup ## run all notebooks in place, clean them, export the package
 	nbdev_clean && nbdev_export
-	@printf '%s\n' $(NOTEBOOKS) | xargs -n 1 -P 2 jupyter execute --inplace
-	nbdev_clean
+	python book/run_notebooks.py $(NOTEBOOKS) && nbdev_clean
 
 clean: ## remove all that make has built, the environments included
 	rm -rf .uv .venv _site build dist *.egg-info .pytest_cache .hypothesis

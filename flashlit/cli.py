@@ -14,6 +14,7 @@ import os
 import random
 import re
 import secrets
+import shutil
 import sys
 import textwrap
 from collections.abc import Callable
@@ -126,6 +127,8 @@ def _replacing(args, option, path, data):
         place = _place(path)
         Path(new).write_bytes(data)
         yield
+        with contextlib.suppress(FileNotFoundError):
+            shutil.copymode(place, new)  # a private file stays private
         os.replace(new, place)
     except OSError as error:
         why = error.strerror or error

@@ -62,11 +62,15 @@ class HBM(_Closed):
     dtype = property(lambda self: self._array.dtype)
     ndim = property(lambda self: self._array.ndim)
 
+    def __repr__(self):
+        return f"HBM({self.name} {self.shape} {self.dtype})"
+
     def __getitem__(self, key):
         "Loads a slice."
         tile = self._array[key]
         self._meter.read[self.name] += tile.nbytes
         if isinstance(tile, np.ndarray):
+            tile = tile.copy()  # on the chip, apart from the memory
             tile.flags.writeable = False
         return tile
 

@@ -25,8 +25,8 @@ def as_array(
         return x
     try:
         return np.asarray(x)
-    except ValueError as error:
-        raise ValueError(f"{name} is an array; {error}") from None
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise type(error)(f"{name} is not an array; {error}") from None
 
 # %% ../nbs/inputs.ipynb #work_type
 def work_type(
@@ -63,7 +63,7 @@ def lead_shape(
     if k.shape[-2] != v.shape[-2]:
         raise ValueError(f"k and v share one length; {got}")
     heads, kv_heads, v_heads = ((1, *x.shape[:-2])[-1] for x in (q, k, v))
-    if kv_heads != v_heads or heads != kv_heads * (heads // max(kv_heads, 1)):
+    if kv_heads != v_heads or (heads % kv_heads if kv_heads else heads):
         raise ValueError(f"k and v share kv_heads, which divides heads; {got}")
     try:
         batch = np.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v)))
@@ -132,7 +132,7 @@ def empty(
     dtype: np.dtype,  # of its elements
 ) -> np.ndarray:
     "A new array, in metered memory if `like` is there."
-    new = np.empty_like(like, shape=shape, dtype=dtype)
+    new = np.empty_like(like, shape=shape, dtype=dtype, order="C")
     if not isinstance(new, np.ndarray):
         new.name = name
     return new
@@ -145,13 +145,21 @@ def _out(out, shape, dtype, inputs):
     if out.shape != shape or out.dtype != dtype:
         got = f"{out.shape} {out.dtype}"
         raise ValueError(f"out is an array {shape} {dtype}, not {got}")
-    if isinstance(out, np.ndarray):
-        if not out.flags.writeable:
-            raise ValueError("out is read-only; it must be writeable")
-        plain = [x for x in inputs if isinstance(x, np.ndarray)]
-        if any(np.shares_memory(out, x) for x in plain):
+    inside = getattr(out, "_array", out)  # of metered memory
+    if isinstance(inside, np.ma.MaskedArray) or not inside.flags.writeable:
+        raise ValueError("out is read-only or masked; it must be writeable")
+    if any(step == 0 for step, n in zip(inside.strides, shape) if n > 1):
+        raise ValueError("out has entries that share memory; it must not")
+    for x in inputs:
+        if x is not None and np.shares_memory(inside, getattr(x, "_array", x)):
             raise ValueError("out shares memory with an input; it must not")
     return out
+
+
+def _one_memory(arrays):
+    "Metered with metered, plain with plain: else some bytes go uncounted."
+    if len({isinstance(x, np.ndarray) for x in arrays}) > 1:
+        raise TypeError("q, k and v are all metered arrays or all plain ones")
 
 # %% ../nbs/inputs.ipynb #at
 def at(
@@ -195,7 +203,7 @@ class Call(NamedTuple):
     def load(self, x, head, rows):
         "Rows of q, k or v of one head, in the working type."
         key = at(x, head, rows, slice(None), self.lead)
-        return x[key].astype(self.work)
+        return np.ascontiguousarray(x[key], self.work)
 
     def scores(self, q, k, head, rows, cols):
         "The logits of one tile, -inf where hidden."
@@ -248,5 +256,8 @@ def check(
         o = empty(q, "O", shape, dtype)
     else:
         o = _out(out, shape, dtype, (q, k, v, mask, bias))
+    _one_memory((q, k, v))
+    if not isinstance(return_lse, (bool, np.bool_)):
+        raise TypeError(f"return_lse is True or False, not {return_lse!r}")
     lse = empty(q, "lse", shape[:-1], work) if return_lse else None
     return Call(q, k, v, mask, bias, o, lse, lead, stripe, softcap, scale, work)

@@ -10,10 +10,8 @@ from dataclasses import replace
 from typing import NamedTuple
 import numpy as np
 from .roofline import Device, need, peak, ridge, si
-from flashlit.traffic import (
-    Problem, compulsory_bytes, flops, largest_block, score_count,
-    standard_bytes, tile_bytes,
-)
+from .traffic import Problem, compulsory_bytes, flops, largest_block
+from .traffic import score_count, standard_bytes, tile_bytes
 
 # %% ../nbs/08_model.ipynb #charged
 def _charged(problem):
@@ -39,7 +37,7 @@ class Estimate(NamedTuple):
 
     problem: Problem
     device: Device
-    flops: int  # FLOPs of both products
+    flops: int  # FLOPs of both products; N^2 / 2 scores in a causal square
     score_bytes: int  # S, once
     naive_bytes: int  # Q, K, V, O once; S written and read
     tiled_bytes: int  # Q, K, V, O once
@@ -75,8 +73,9 @@ def estimate(
     if not (np.all(np.greater(p.seq_q, 0)) and np.all(np.greater(p.seq_kv, 0))):
         raise ValueError("an estimate is of lengths of at least 1")
     sram, bandwidth = need(device, "sram"), need(device, "bandwidth")
-    naive = standard_bytes(p, fused=True, causal=count)
     tiled = compulsory_bytes(p)
+    alone = compulsory_bytes(replace(p, kv_heads=p.heads))  # K, V for each head
+    naive = standard_bytes(p, fused=True, causal=count) - alone + tiled
     compute = flops(p, count) / peak(device, p.dtype)
     return Estimate(
         problem=p,
@@ -94,11 +93,13 @@ def estimate(
 
 # %% ../nbs/08_model.ipynb #profile
 def profile(
-    problem: Problem,  # its own length does not matter
+    problem: Problem,  # of seq_q = seq_kv; the length itself does not matter
     device: Device,
     lengths: np.ndarray | None = None,  # (n,) tokens; None is 48 of them
 ) -> Estimate:  # of arrays (n,)
     "The estimate over many lengths, by default 512 to 131,072 tokens."
+    if not np.array_equal(problem.seq_q, problem.seq_kv):
+        raise ValueError("a profile is of problems with seq_q = seq_kv")
     if lengths is None:
         lengths = np.geomspace(512, 131_072, 48)
     return estimate(problem.at(np.asarray(lengths)), device)
@@ -142,8 +143,9 @@ def _said_bytes(e):
     "What tiling does to the traffic."
     saved = si(e.naive_bytes - e.tiled_bytes, "B")
     matrix = si(e.score_bytes, "B")
-    return (f"Tiling spares the memory {saved}, a factor of "
-            f"{e.reduction:,.2f}: the score matrix of {matrix} is never written.")
+    return (f"If a cache serves the repeated loads of K and V, tiling spares "
+            f"the memory {saved}, a factor of {e.reduction:,.2f}: the score "
+            f"matrix of {matrix} is neither written nor read back.")
 
 
 def verdict(

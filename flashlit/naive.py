@@ -13,8 +13,8 @@ from .scores import Band, clip
 # %% ../nbs/02_naive.ipynb #exponentials
 @np.errstate(all="ignore")
 def exponentials(
-    s: np.ndarray,  # (..., n, m) logits, -inf where hidden
-) -> tuple:  # m (..., n), p (..., n, m), l (..., n)
+    s: np.ndarray,  # (..., rows, keys) logits, -inf where hidden
+) -> tuple:  # m (..., rows), p (..., rows, keys), l (..., rows)
     "Each row's maximum, exp(s - maximum), and the sum of those."
     m = s.max(-1, initial=-np.inf)
     p = np.exp(s - np.where(m == -np.inf, 0, m)[..., None])
@@ -22,8 +22,8 @@ def exponentials(
 
 # %% ../nbs/02_naive.ipynb #softmax-code
 def softmax(
-    s: np.ndarray,  # (..., n, m) logits, -inf where hidden
-) -> np.ndarray:  # (..., n, m) probabilities; a row that sees nothing is 0
+    s: np.ndarray,  # (..., rows, keys) logits, -inf where hidden
+) -> np.ndarray:  # (..., rows, keys) probabilities; a row that sees nothing is 0
     "Probabilities of each row, for logits of any size."
     _, p, l = exponentials(s)
     return p / np.where(l == 0, 1, l)[..., None]
@@ -31,22 +31,24 @@ def softmax(
 # %% ../nbs/02_naive.ipynb #logsumexp
 @np.errstate(all="ignore")
 def logsumexp(
-    s: np.ndarray,  # (..., n, m) logits, -inf where hidden
-) -> np.ndarray:  # (..., n); -inf for a row that sees nothing
+    s: np.ndarray,  # (..., rows, keys) logits, -inf where hidden
+) -> np.ndarray:  # (..., rows); -inf for a row that sees nothing
     "The natural logarithm of each row's sum of exponentials."
     m, _, l = exponentials(s)
     return m + np.log(l)
 
 # %% ../nbs/02_naive.ipynb #weigh-code
 def weigh(
-    p: np.ndarray,  # (..., n, m) weights
-    v: np.ndarray,  # (m, d_v) values
-    s: np.ndarray,  # (..., n, m) logits; -inf marks a hidden key
-) -> np.ndarray:  # (..., n, d_v)
+    p: np.ndarray,  # (..., rows, keys) weights
+    v: np.ndarray,  # (keys, d_v) values
+    s: np.ndarray,  # (..., rows, keys) logits; -inf marks a hidden key
+) -> np.ndarray:  # (..., rows, d_v)
     "`p @ v`, in which a hidden key takes no part whatever its value holds."
     safe = np.finfo(v.dtype).max * 2.0**-32  # 2**32 of these still add up
     if np.abs(v).max(initial=0) <= safe:  # False for NaN as well
         return p @ v
+    keys = (s != -np.inf).reshape(-1, len(v)).any(0)  # seen by any row
+    v = np.where(keys[:, None], v, 0)
     finite = np.isfinite(v)
     o = _wide_product(p, np.where(finite, v, 0), safe)
     for j in np.flatnonzero(~finite.all(-1)):
@@ -119,5 +121,6 @@ def attention(
         x = _read(s, head, call, hidden=-np.inf)
         _write(p, head, softmax(x), call)
         w, v_h = _read(p, head, call, hidden=0), call.load(call.v, head, cols)
-        call.store(head, rows, weigh(w, v_h, x), logsumexp(x))
+        lse = logsumexp(x) if return_lse else None
+        call.store(head, rows, weigh(w, v_h, x), lse)
     return call.result()

@@ -6,24 +6,23 @@
 __all__ = ['Partial', 'attend', 'join', 'finish', 'nothing', 'merge']
 
 # %% ../nbs/03_online.ipynb #imports
-from functools import reduce
 from typing import NamedTuple
 import numpy as np
 from .inputs import as_array, work_type
-from .naive import exponentials, weigh
+from .naive import exponentials, logsumexp, softmax, weigh
 
 # %% ../nbs/03_online.ipynb #partial-class
 class Partial(NamedTuple):
     "What a set of keys leaves behind: an output and how to scale it."
 
-    m: np.ndarray  # (..., n) maximum, -inf where nothing was seen
-    l: np.ndarray  # (..., n) sum of exp(s - m)
-    o: np.ndarray  # (..., n, d_v) sum of exp(s - m) v, not yet divided
+    m: np.ndarray  # (..., rows) maximum, -inf where nothing was seen
+    l: np.ndarray  # (..., rows) sum of exp(s - m)
+    o: np.ndarray  # (..., rows, d_v) sum of exp(s - m) v, not yet divided
 
 # %% ../nbs/03_online.ipynb #attend
 def attend(
-    s: np.ndarray,  # (..., n, m) logits of a block, -inf where hidden
-    v: np.ndarray,  # (m, d_v) its values
+    s: np.ndarray,  # (..., rows, keys) logits of a block, -inf where hidden
+    v: np.ndarray,  # (keys, d_v) its values
 ) -> Partial:
     "A block of keys on its own."
     m, p, l = exponentials(s)
@@ -46,14 +45,14 @@ def join(
 @np.errstate(all="ignore")
 def finish(
     part: Partial,  # all the keys there are
-) -> tuple:  # o (..., n, d_v), lse (..., n)
+) -> tuple:  # o (..., rows, d_v), lse (..., rows)
     "Normalised output and log-sum-exp; 0 and -inf where nothing was seen."
     o = part.o / np.where(part.l == 0, 1, part.l)[..., None]
     return o, part.m + np.log(part.l)
 
 # %% ../nbs/03_online.ipynb #nothing
 def nothing(
-    rows: tuple,  # (..., n)
+    rows: tuple,  # (..., rows)
     value_dim: int,  # d_v
     dtype: np.dtype,  # float32 or float64
 ) -> Partial:
@@ -64,14 +63,7 @@ def nothing(
         np.zeros((*rows, value_dim), dtype),
     )
 
-# %% ../nbs/03_online.ipynb #pairs
-def _partial(o, lse):
-    "A finished pair as a Partial; what an empty part holds is dropped."
-    lse = lse.astype(np.float64)
-    o = np.where(lse[..., None] == -np.inf, 0, o.astype(np.float64))
-    return Partial(lse, np.ones_like(lse), o)
-
-
+# %% ../nbs/03_online.ipynb #pair
 def _pair(part):
     "(o, lse) as arrays that belong together."
     if not isinstance(part, (tuple, list)) or len(part) != 2:
@@ -83,27 +75,38 @@ def _pair(part):
         raise TypeError(f"lse is float32 or float64, not {lse.dtype}")
     if o.ndim == 0 or o.shape[:-1] != lse.shape:
         raise ValueError(
-            "o (..., n, d_v) goes with lse (..., n), not "
+            "o (..., rows, d_v) goes with lse (..., rows), not "
             f"{o.shape} with {lse.shape}"
         )
     return o, lse
 
-# %% ../nbs/03_online.ipynb #merge
-@np.errstate(all="ignore")
-def merge(
-    *parts: tuple,  # pairs (o (..., n, d_v), lse (..., n)), normalised
-) -> tuple:  # (o, lse), in the types of the first pair
-    "Attention over all keys from attention over disjoint sets of them."
+
+def _pairs(parts):
+    "All of them, of one shape and type."
     pairs = [_pair(part) for part in parts]
     if not pairs:
         raise ValueError("merge takes at least one pair (o, lse), not none")
-    o, lse = pairs[0]
-    for other, _ in pairs[1:]:
+    o = pairs[0][0]
+    for other, _ in pairs:
         if other.shape != o.shape or other.dtype != o.dtype:
             raise ValueError(
                 "merge takes pairs of one shape and type, not "
                 f"{o.shape} {o.dtype} and {other.shape} {other.dtype}"
             )
-    total = reduce(join, (_partial(*pair) for pair in pairs))
-    all_o, all_lse = finish(total)
-    return all_o.astype(o.dtype), all_lse.astype(lse.dtype)
+    return pairs
+
+# %% ../nbs/03_online.ipynb #merge
+@np.errstate(all="ignore")
+def merge(
+    *parts: tuple,  # pairs (o (..., rows, d_v), lse (..., rows)), finished
+) -> tuple:  # (o, lse), in the types of the first pair
+    "Attention over all keys from attention over disjoint sets of them."
+    pairs = _pairs(parts)
+    o, lse = pairs[0]
+    L = np.stack([x.astype(np.float64) for _, x in pairs], -1)
+    share = softmax(L)  # (..., rows, parts)
+    total = np.zeros(o.shape)
+    for n, (x, _) in enumerate(pairs):
+        seen = L[..., n, None] != -np.inf  # NaN was seen
+        total += np.where(seen, share[..., n, None] * x.astype(np.float64), 0)
+    return total.astype(o.dtype), logsumexp(L).astype(lse.dtype)

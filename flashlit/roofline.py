@@ -143,6 +143,9 @@ class _Catalogue(Mapping):
     def __len__(self):
         return len(self._all())
 
+    def __repr__(self):
+        return f"devices: {', '.join(self)}"
+
 
 DEVICES = _Catalogue()
 
@@ -230,13 +233,6 @@ def _draw_roof(ax, device, dtype, x, y):
     ax.yaxis.set_major_formatter(lambda v, _: si(v, "FLOP/s"))
     ax.minorticks_off()
 
-# %% ../nbs/07_roofline.ipynb #spread
-def _spread(wanted, gap, low, high):
-    "Falling heights near those wanted, `gap` apart, between low and high."
-    steps = gap * np.arange(len(wanted))
-    down = np.minimum.accumulate(np.minimum(wanted, high) + steps) - steps
-    return np.maximum(down, low + steps[::-1])
-
 # %% ../nbs/07_roofline.ipynb #draw-series
 def _known(x, y):
     "Two arrays of one length, without the points that are not known."
@@ -252,23 +248,12 @@ def _color(name):
     return next(known, COLORS["measured"])
 
 
-def _draw_series(ax, series, top):
-    "Points, and below the last of each and the ceiling its name."
-    names = sorted(series, key=lambda name: -series[name][1][-1])
-    last = [[axis[-1] for axis in series[name]] for name in names]
-    on_axes = ax.transScale + ax.transLimits
-    *ends, ceiling = on_axes.transform([*last, [1, top]])
-    size = pyplot().rcParams["font.size"] / 72 * ax.figure.dpi
-    gap = 1.35 * size / ax.bbox.height
-    wanted = [y - gap for _, y in ends]
-    heights = _spread(wanted, gap, 1.8 * gap, ceiling[1] - gap)
-    for name, (x, _), height in zip(names, ends, heights):
-        side, ha = (0.03, "left") if x < 0.55 else (-0.03, "right")
-        ax.text(x + side, height, name, color=_color(name), ha=ha, va="center",
-                transform=ax.transAxes, zorder=1,
-                bbox=dict(facecolor="w", edgecolor="none", pad=1))
+def _draw_series(ax, series):
+    "Points and a legend."
     for marker, (name, xy) in zip("soD^vP*X" * len(series), series.items()):
         ax.plot(*xy, marker, color=_color(name), label=name)
+    if series:
+        ax.legend(frameon=False, loc="center right")
 
 # %% ../nbs/07_roofline.ipynb #draw-roofline
 def draw_roofline(
@@ -286,6 +271,6 @@ def draw_roofline(
     y = _view([y for _, y in series.values()], top / 64, top * 3)
     _draw_roof(ax, device, dtype, x, y)
     clipped = [(np.clip(a, *x), np.clip(b, *y)) for a, b in series.values()]
-    _draw_series(ax, dict(zip(series, clipped)), top)
+    _draw_series(ax, dict(zip(series, clipped)))
     ax.set_title(device.name if dtype == "bf16" else f"{device.name}, {dtype}")
     return ax

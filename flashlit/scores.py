@@ -13,13 +13,18 @@ import numpy as np
 # %% ../nbs/01_scores.ipynb #product-py
 def _product(q, k, scale):
     "scale * q k^T without an overflow on the way to a finite result."
-    f, e = math.frexp(scale)  # scale = f * 2**e with 1/2 <= |f| < 1
-    q = q * f
-    if e <= 0 or np.abs(q).max(initial=0) <= np.abs(k).max(initial=0):
-        q = np.ldexp(q, e)
-    else:
-        k = np.ldexp(k, e)
-    return q @ np.swapaxes(k, -1, -2)
+    if abs(scale) <= 1:
+        return (q * scale) @ np.swapaxes(k, -1, -2)
+    f, e = math.frexp(scale)  # scale = f * 2**e
+    i, j = _exponents(q), _exponents(k)
+    s = np.ldexp(q * f, -i) @ np.swapaxes(np.ldexp(k, -j), -1, -2)
+    return np.ldexp(s, i + np.swapaxes(j, -1, -2) + e)
+
+
+def _exponents(x):
+    "For each row the power of two above its largest entry."
+    top = np.abs(x).max(-1, keepdims=True)
+    return np.frexp(np.where(np.isfinite(top), top, 0))[1]
 
 # %% ../nbs/01_scores.ipynb #cap
 def _cap(s, c):
@@ -29,14 +34,14 @@ def _cap(s, c):
 
 # %% ../nbs/01_scores.ipynb #scores
 def scores(
-    q: np.ndarray,  # (..., n, d) queries, float32 or float64
-    k: np.ndarray,  # (..., m, d) keys, the same type
+    q: np.ndarray,  # (..., rows, d) queries, float32 or float64
+    k: np.ndarray,  # (..., keys, d) keys, the same type
     *,
     scale: float | None = None,  # tau; None is 1 / sqrt(d)
     softcap: float | None = None,  # c; None is off
-    bias: np.ndarray | None = None,  # broadcasts to (..., n, m), is added
+    bias: np.ndarray | None = None,  # broadcasts to (..., rows, keys), is added
     visible: np.ndarray | None = None,  # the same, bool; False hides
-) -> np.ndarray:  # (..., n, m), -inf where hidden
+) -> np.ndarray:  # (..., rows, keys), -inf where hidden
     "The logits of `n` queries against `m` keys: scale, softcap, bias, hide."
     s = _product(q, k, 1 / math.sqrt(q.shape[-1]) if scale is None else scale)
     if softcap is not None:

@@ -19,7 +19,10 @@ def _length(p, name):
     found = [length(y, x) for x, y in given.items() if y is not None]
     if not found or not np.array_equal(found[0], found[-1]):
         said = " and ".join(f"{x}={y}" for x, y in given.items())
-        raise TypeError(f"give seq_len, or both seq_q and seq_kv; got {said}")
+        raise TypeError(
+            "give seq_len, or both seq_q and seq_kv (.at changes the length); "
+            f"got {said}"
+        )
     return found[0]
 
 
@@ -295,7 +298,7 @@ def lower_bound(
     problem: Problem,
     sram: int,  # M, on-chip bytes
 ) -> float:  # bytes, up to a constant factor
-    "scores * d^2 / M elements: the order that no schedule beats."
+    "scores * d * min(d / M, 1 / sqrt(M)) elements; d is the narrower width."
     p, elements = problem, _room(sram) / problem.item
     d = min(p.head_dim, p.value_dim)
     per_score = d * min(d / elements, elements**-0.5)
