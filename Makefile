@@ -35,6 +35,7 @@ step = @echo; echo "== $(1)"; t=$$(date +%s); $(2) || exit 1; \
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
+	@echo "Steps of make test, each by itself: make sync nbval unit site browser"
 
 book: setup site ## build the book
 	@echo; echo "The book is in $(SITE)/index.html"

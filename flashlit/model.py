@@ -161,7 +161,7 @@ def verdict(
 def _format(e):
     "The problem in a few letters."
     p = e.problem
-    shared = p.kv_heads not in (None, p.heads)
+    shared = p.kv_heads != p.heads
     heads = f"h{p.heads}" + f" kv{p.kv_heads}" * shared
     rules = " causal" if p.causal else ""
     rules += "" if p.window is None else f" window{p.window}"
@@ -170,10 +170,10 @@ def _format(e):
 
 def _in_use(e):
     "The problem with the tile in use; None if none fits."
+    if e.fits:
+        return e.problem
     size = e.largest_block
-    if e.fits or not size:
-        return e.problem if e.fits else None
-    return replace(e.problem, block_q=size, block_kv=size)
+    return replace(e.problem, block_q=size, block_kv=size) if size else None
 
 
 def _tiles(e, axis):
@@ -187,7 +187,8 @@ def _tiles(e, axis):
 
 def _used(e):
     "Bytes on chip of the tile in use."
-    return tile_bytes(_in_use(e)) if e.block else 0
+    p = _in_use(e)
+    return tile_bytes(p) if p else 0
 
 # %% ../nbs/08_model.ipynb #report-tile
 _TILE = {  # key -> decimals (None leaves a value as it is), value

@@ -23,7 +23,7 @@ def exponentials(
 # %% ../nbs/02_naive.ipynb #softmax-code
 def softmax(
     s: np.ndarray,  # (..., rows, keys) logits, -inf where hidden
-) -> np.ndarray:  # (..., rows, keys) probabilities; a row that sees nothing is 0
+) -> np.ndarray:  # (..., rows, keys); 0 in a row that sees nothing
     "Probabilities of each row, for logits of any size."
     _, p, l = exponentials(s)
     return p / np.where(l == 0, 1, l)[..., None]

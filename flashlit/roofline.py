@@ -15,7 +15,7 @@ import numpy as np
 from .draw import COLORS, pyplot
 
 # %% ../nbs/07_roofline.ipynb #si
-_PREFIXES = (*" kMGTPEZY", *"num")  # of 1000**n; the last three are n < 0
+_PREFIXES = dict(zip(range(-3, 9), "num kMGTPEZY"))  # of 1000**n
 
 
 def si(
@@ -94,11 +94,14 @@ def gpu_rows() -> list:  # of dicts, one a device, keyed by column
 
 def _cell(x):
     "A cell of the table as int, float, text or None."
-    for kind in (int, float, str):
+    if not x:
+        return None
+    for kind in (int, float):
         try:
-            return kind(x) if x else None
+            return kind(x)
         except ValueError:
             pass
+    return x
 
 # %% ../nbs/07_roofline.ipynb #device-of-py
 _UNITS = {  # figure -> column of gpus.csv, base units in one of its own

@@ -181,7 +181,8 @@ def length(
     whole: bool = False,  # refuse fractions
 ) -> int:  # a Python int or float, or a float64 array
     "A checked size: an integer stays an exact Python integer."
-    said = f"{name} is a finite {'whole ' * whole}number >= {least}"
+    kind = "whole number" if whole else "number"
+    said = f"{name} is a finite {kind} >= {least}"
     try:
         a = np.asarray(x)
         big = a.dtype == object and all(isinstance(y, int) for y in a.flat)

@@ -44,10 +44,11 @@ def block(
     "A checked tile size."
     if size is None:
         return default
+    said = f"{name} is an integer >= 1 or None, not {size!r}"
     if not is_integer(size):
-        raise TypeError(f"{name} is an integer >= 1 or None, not {size!r}")
+        raise TypeError(said)
     if size < 1:
-        raise ValueError(f"{name} is an integer >= 1 or None, not {size!r}")
+        raise ValueError(said)
     return int(size)
 
 # %% ../nbs/04_tiled.ipynb #flash_attention

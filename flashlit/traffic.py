@@ -161,9 +161,14 @@ def _tensors(p, kv_heads):
     return p.batch * rows * p.width * p.item
 
 
+def _lse_item(p):
+    "Bytes of a log-sum-exp: float32 unless the inputs are float64."
+    return 8 if p.item == 8 else 4
+
+
 def _lse_bytes(p):
-    "One number a row, float32 unless the inputs are float64."
-    return p.batch * p.heads * p.seq_q * (8 if p.item == 8 else 4)
+    "One number a row."
+    return p.batch * p.heads * p.seq_q * _lse_item(p)
 
 
 def compulsory_bytes(
@@ -240,7 +245,7 @@ def _keys_outside(p):
     seen = _loads(m, n, turned, one_tile, p.block_q)
     moved = 2 * passes + n - 2 * seen
     elements = p.width * m + p.head_dim * passes + p.value_dim * moved
-    return elements * p.item + moved * (8 if p.item == 8 else 4)
+    return elements * p.item + moved * _lse_item(p)
 
 # %% ../nbs/06_traffic.ipynb #flash
 def flash_bytes(

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from flashlit.draw import COLORS
+
 ROOT = Path(__file__).parents[1]
 SITE = ROOT / "_site/_build/html"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -127,6 +129,11 @@ OVERFLOW = """() => {
   return root.scrollWidth <= root.clientWidth ? [] :
     [...document.querySelectorAll("body *")].filter(wide).map(e => e.outerHTML.slice(0, 90));
 }"""
+# Equations that are cut at their right edge.
+CUT = """() => [...document.querySelectorAll("article mjx-container[display=true]")]
+  .filter(e => e.scrollWidth > e.clientWidth + 1)
+  .map(e => `${e.scrollWidth} in ${e.clientWidth}: ` + e.parentElement.id)"""
+LEAK = r"#\s*\|\s*(export|hide|label|fig-|default_exp)"
 BAD_MATH = "article mjx-container :is([data-mml-node=merror], [fill=red])"
 
 
@@ -137,16 +144,16 @@ def has_math(text):
 @pytest.mark.parametrize("page", pages())
 def test_page(tab, base, page):
     tab.goto(f"{base}/{page}.html", wait_until="load")
+    assert outside(tab, base) == []
     ready(tab)
     written, shown = source(page), tab.evaluate(SHOWN)
     assert tab.faults == []
-    assert outside(tab, base) == []
 
     if has_math(written):
         assert tab.locator("article mjx-container").count() > 0
     assert tab.locator(BAD_MATH).count() == 0
     assert not re.search(r"\$\$|\\\(|\\\[", shown)
-    assert "#|" not in tab.locator("article").text_content()
+    assert not re.search(LEAK, tab.locator("article").text_content())
 
     images = tab.evaluate(IMAGES)
     for image in images:
@@ -163,12 +170,27 @@ def test_page(tab, base, page):
             tab.set_viewport_size({"width": width, "height": 900})
             tab.evaluate("s => document.documentElement.dataset.theme = s", scheme)
             assert tab.evaluate(OVERFLOW) == [], f"wider than {width} px ({scheme})"
+        assert tab.evaluate(CUT) == [], f"equations cut at {width} px"
 
     for solution in tab.locator("article .solution").all():
         text = solution.locator("section").first
         assert not text.is_visible(), "a solution is open"
         solution.locator(".admonition-title, summary").first.click()
         text.wait_for(state="visible", timeout=2000)
+
+
+def test_style(tab, base):
+    """Exported code has its rule, and the notation page the colours of the package."""
+    tab.goto(f"{base}/nbs/01_scores.html", wait_until="load")
+    rule = "e => getComputedStyle(e).borderLeftWidth"
+    exported = tab.locator(".tag_nbdev-export div.cell_input").first
+    assert exported.evaluate(rule) == "4px"
+
+    tab.goto(f"{base}/book/notation.html", wait_until="load")
+    shade = "e => getComputedStyle(e).backgroundColor"
+    shown = [e.evaluate(shade) for e in tab.locator(".fl-swatch").all()]
+    rgb = [tuple(bytes.fromhex(c[1:])) for c in COLORS.values()]
+    assert sorted(shown) == sorted(f"rgb{x}" for x in rgb)
 
 
 def test_every_page_is_listed():

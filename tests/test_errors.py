@@ -331,3 +331,18 @@ def test_estimate_needs_tokens(n):
 @every_path
 def test_no_type_is_refused_by_name_only(path, dtype):
     path(*qkv(N, M, dtype=dtype), bias=normal((N, M), dtype))
+
+
+def test_out_that_cannot_be_written_as_meant():
+    q, k, v = qkv(2, 2, d=1)
+    once = np.lib.stride_tricks.as_strided(np.zeros(1), (2, 1), (0, 8))
+    masked = np.ma.array(np.zeros((2, 1)), mask=True, hard_mask=True)
+    for out, word in ((once, "share memory"), (masked, "masked")):
+        refuses(ValueError, ["out"], tiled, q, k, v, out=out)
+        with pytest.raises(ValueError, match=word):
+            tiled(q, k, v, out=out)
+
+
+@pytest.mark.parametrize("given", ["no", 1, None])
+def test_return_lse_is_true_or_false(given):
+    refuses(TypeError, ["return_lse"], naive, *qkv(2, 2), return_lse=given)

@@ -422,3 +422,53 @@ def test_a_neighbour_full_of_nan_changes_nothing():
     for path in (naive, tiled):
         got = path(q, k, v, **OPTIONS)
         agree([x[1] for x in got], [x[1] for x in expected])
+
+
+# One row, one key: none spoils another
+
+
+@every_path
+def test_a_large_scale_spoils_no_other_row(path):
+    q, k = column(1e-38, NAN, dtype="float32"), column(3e38, 2e38, dtype="float32")
+    o = path(q, k, column(1, 2, dtype="float32"))  # width 1: the scale is 1
+    assert np.isnan(o[1]) and np.isclose(o[0, 0], 1 + 1 / (1 + np.e), rtol=1e-5)
+
+
+@pytest.mark.parametrize("hidden", [INF, -INF, NAN, 1e30])
+@every_path
+def test_a_large_scale_looks_at_no_hidden_key(path, hidden):
+    q, k = column(1e30, dtype="float32"), column(1e-30, hidden, dtype="float32")
+    mask = np.array([[True, False]])
+    assert path(q, k, column(1, 2, dtype="float32"), scale=1e10, mask=mask) == 1
+
+
+@every_path
+def test_a_large_scale_of_one_row_is_not_that_of_another(path):
+    q, k = column(1e20, 1e-20, dtype="float32"), column(1e-20, 1e20, dtype="float32")
+    o = path(q, k, column(1, 2, dtype="float32"), scale=1e19, causal=True)
+    assert o.ravel().tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("dtype, huge", [("float32", 3e38), ("float64", 1.7e308)])
+@every_path
+def test_a_hidden_huge_value_changes_no_bit(path, dtype, huge):
+    q, k, v = qkv(6, 9, dtype=dtype)
+    poisoned = v.copy()
+    poisoned[4] = huge
+    mask = np.arange(9) != 4
+    same([path(q, k, poisoned, mask=mask)], [path(q, k, v, mask=mask)])
+
+
+# Storage
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16"])
+@every_path
+def test_layout_changes_no_bit(path, dtype):
+    q, k, v = qkv(33, 40, d=16, lead=(2,), dtype=dtype)
+    turned = [np.ascontiguousarray(x.swapaxes(-1, -2)).swapaxes(-1, -2) for x in (q, k, v)]
+    fortran = [np.asfortranarray(x) for x in (q, k, v)]
+    for inputs in (turned, fortran):
+        o = path(*inputs)
+        same([o], [path(q, k, v)])
+        assert o.flags.c_contiguous

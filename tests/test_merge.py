@@ -163,3 +163,12 @@ def test_one_part_is_copied():
     part = naive(*qkv(3, 8), return_lse=True)
     o, lse = merge(part)
     assert not np.shares_memory(o, part[0]) and not np.shares_memory(lse, part[1])
+
+
+@pytest.mark.parametrize("dtype, huge", [("float64", 1.7e308), ("float32", 3.4e38), ("float16", 65504)])
+def test_no_sum_of_parts_overflows(dtype, huge):
+    part = np.full((2, 3), huge, DTYPES[dtype]), np.zeros(2)
+    for parts in (2, 3, 40):
+        o, lse = merge(*[part] * parts)
+        np.testing.assert_allclose(o, part[0], rtol=1e-7)
+        np.testing.assert_allclose(lse, np.log(parts), rtol=1e-14)

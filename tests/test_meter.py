@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashlit.hbm import HBM, Meter
-from flashlit.model import estimate
+from flashlit.model import estimate, profile
 from flashlit.roofline import DEVICES, Device, peak, ridge, si
 from flashlit.scores import pairs
 from flashlit.tiled import flash_attention_1
@@ -372,3 +372,40 @@ def test_ridge_of_every_device_whose_figures_are_known():
 def test_look_ups_ignore_case():
     assert DEVICES["H100-SXM"] is DEVICES["h100-sxm"]
     assert set(DEVICES) == {d.name.lower() for d in DEVICES.values()}
+
+
+# what a meter must not miss
+
+
+def test_a_load_is_a_copy():
+    x = HBM(np.arange(4.0), Meter(), "X")
+    before = x[:]
+    x[:] = before * 2
+    assert before.tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("metered_ones", ["q", "kv"])
+def test_metered_and_plain_do_not_mix(metered_ones):
+    arrays = {n: HBM(x, Meter(), n) if n in metered_ones else x for n, x in zip("qkv", qkv(3, 4))}
+    for path in (naive, tiled):
+        with pytest.raises(TypeError, match="all metered arrays or all plain"):
+            path(*arrays.values())
+
+
+def test_out_is_no_input_behind_a_meter_either():
+    q, k, v = (HBM(x, Meter(), n) for n, x in zip("qkv", qkv(3, 3)))
+    for out in (v, q._array):
+        with pytest.raises(ValueError, match="shares memory"):
+            tiled(q, k, v, out=out)
+
+
+def test_shared_heads_are_no_gain_from_tiling():
+    step = Problem(seq_q=1, seq_kv=131_072, heads=32, kv_heads=8)
+    best = estimate(step, DEVICES["h100-sxm"])
+    assert best.naive_bytes == best.tiled_bytes + 2 * best.score_bytes
+    assert best.speedup < 1.04
+
+
+def test_a_profile_keeps_to_squares():
+    with pytest.raises(ValueError, match="seq_q = seq_kv"):
+        profile(Problem(seq_q=1, seq_kv=4096), DEVICES["seed"])

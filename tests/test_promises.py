@@ -94,10 +94,6 @@ def test_no_name_hides_a_module():
         assert importlib.import_module(f"flashlit.{module}") is getattr(flashlit, module)
 
 
-def test_version():
-    assert flashlit.__doc__ and flashlit.__version__.count(".") == 2
-
-
 # Every public name says what it takes and gives.
 
 

@@ -3,8 +3,11 @@
 nbdev's commands run on a copy, so work in progress is neither touched nor needed
 to be committed.
 """
+import json
+import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -31,7 +34,7 @@ def fresh(tmp_path_factory):
         if p.name not in ("__init__.py", "__main__.py", "data"):
             shutil.rmtree(p) if p.is_dir() else p.unlink()
     for command in ("nbdev_clean", "nbdev_export"):
-        subprocess.run([command], cwd=copy, check=True)
+        subprocess.run([Path(sys.executable).with_name(command)], cwd=copy, check=True)
     return copy
 
 
@@ -47,7 +50,37 @@ def test_in_step(fresh, name):
     )
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "nbs").glob("*.ipynb")), ids=lambda p: p.stem)
+each_notebook = pytest.mark.parametrize(
+    "path", sorted((ROOT / "nbs").glob("*.ipynb")), ids=lambda p: p.stem
+)
+
+
+def cells(path, kind="code"):
+    """Cell name -> cell, of one notebook."""
+    return {c["id"]: c for c in json.loads(path.read_text())["cells"] if c["cell_type"] == kind}
+
+
+@each_notebook
 def test_no_cell_is_skipped(path):
     text = path.read_text(encoding="utf-8").lower()
     assert not [word for word in ("nbval-skip", "nbval_skip") if word in text]
+
+
+@each_notebook
+def test_cells_have_names(path):
+    made_up = [name for name in cells(path) if re.fullmatch(r"[0-9a-f]{8}(-.*)?", name)]
+    assert not made_up, "give the cell an id that says what it holds: it stands in the module"
+
+
+@each_notebook
+def test_what_a_cell_prints_is_one_output(path):
+    for name, cell in cells(path).items():
+        streams = [o["name"] for o in cell["outputs"] if o["output_type"] == "stream"]
+        assert len(streams) == len(set(streams)), f"cell {name}: run `make notebooks`"
+
+
+@each_notebook
+def test_code_fits_the_page(path):
+    for name, cell in cells(path).items():
+        code = [line for line in "".join(cell["source"]).splitlines() if line[:2] != "#|"]
+        assert all(len(line) <= 80 for line in code), f"cell {name}: a line of over 80 characters"
