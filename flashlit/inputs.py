@@ -191,7 +191,7 @@ class Call(NamedTuple):
     o: np.ndarray  # (..., heads, N_q, d_v)
     lse: np.ndarray | None  # (..., heads, N_q), when asked for
     lead: tuple  # (..., heads)
-    band: Diagonals  # the scores that exist by position
+    diagonals: Diagonals  # the scores that exist by position
     softcap: float | None  # c; None is off
     scale: float | None  # tau; None is 1 / sqrt(d)
     work: np.dtype  # float32 or float64
@@ -207,8 +207,8 @@ class Call(NamedTuple):
 
     def scores(self, q, k, head, rows, cols):
         "The logits of one tile, -inf where hidden."
-        full = self.band.kind(rows, cols) == "full"
-        visible = None if full else self.band.visible(rows, cols)
+        full = self.diagonals.kind(rows, cols) == "full"
+        visible = None if full else self.diagonals.visible(rows, cols)
         if self.mask is not None:
             mask = self.mask[at(self.mask, head, rows, cols, self.lead)]
             visible = mask if full else visible & mask

@@ -18,7 +18,7 @@ def _charged(problem):
     "'half' for a causal square, as papers count it; else 'exact'."
     p = problem
     square = p.causal and p.window is None and np.array_equal(p.seq_q, p.seq_kv)
-    return "half" if square and np.all(p.band.last == 0) else "exact"
+    return "half" if square and np.all(p.diagonals.last == 0) else "exact"
 
 # %% ../nbs/08_model.ipynb #bound
 def _bound(time, compute_time):

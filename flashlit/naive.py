@@ -83,13 +83,13 @@ def _spans(shape, band):
 
 
 def _write(matrix, head, x, call):
-    for span in _spans(x.shape, call.band):
+    for span in _spans(x.shape, call.diagonals):
         matrix[(*head, *span)] = x[span]
 
 
 def _read(matrix, head, call, hidden):
     x = np.full(matrix.shape[-2:], hidden, call.work)
-    for span in _spans(x.shape, call.band):
+    for span in _spans(x.shape, call.diagonals):
         x[span] = matrix[(*head, *span)]
     return x
 

@@ -13,9 +13,9 @@ import numpy as np
 # %% ../nbs/01_scores.ipynb #product-py
 def _product(q, k, scale):
     "scale * q k^T without an overflow on the way to a finite result."
+    f, e = math.frexp(scale)  # scale = f * 2**e, 1/2 <= |f| < 1
     if abs(scale) <= 1:
-        return (q * scale) @ np.swapaxes(k, -1, -2)
-    f, e = math.frexp(scale)  # scale = f * 2**e
+        return np.ldexp(q * f, e) @ np.swapaxes(k, -1, -2)
     i, j = _exponents(q), _exponents(k)
     s = np.ldexp(q * f, -i) @ np.swapaxes(np.ldexp(k, -j), -1, -2)
     return np.ldexp(s, i + np.swapaxes(j, -1, -2) + e)

@@ -25,7 +25,7 @@ def _attend_rows(call, head, rows, block_kv):
     q = call.load(call.q, head, rows)
     state = nothing((len(q),), call.v.shape[-1], call.work)
     for cols in tiles(call.k.shape[-2], block_kv):
-        if call.band.kind(rows, cols) == "empty":
+        if call.diagonals.kind(rows, cols) == "empty":
             continue
         k, v = call.load(call.k, head, cols), call.load(call.v, head, cols)
         s = call.scores(q, k, head, rows, cols)
@@ -91,7 +91,7 @@ def _column_of_tiles(call, head, cols, block_q, seen):
     "One key tile against every query tile that sees it."
     k, v = call.load(call.k, head, cols), call.load(call.v, head, cols)
     for rows in tiles(call.q.shape[-2], block_q):
-        if call.band.kind(rows, cols) == "empty":
+        if call.diagonals.kind(rows, cols) == "empty":
             continue
         q = call.load(call.q, head, rows)
         part = attend(call.scores(q, k, head, rows, cols), v)

@@ -90,7 +90,7 @@ class Problem:
     def __post_init__(self):
         for name, value in _checked(self).items():
             object.__setattr__(self, name, value)
-        self.band  # an alignment that is missing is missed here
+        self.diagonals  # an alignment that is missing is missed here
 
     def at(self, seq_len):
         "The same problem at another length, or at an array of them."
@@ -107,7 +107,7 @@ class Problem:
         return self.head_dim + self.value_dim
 
     @property
-    def band(self) -> Diagonals:
+    def diagonals(self) -> Diagonals:
         "The scores that exist in one head."
         band = Band(self.causal, self.window, self.align)
         return band.diagonals(self.seq_q, self.seq_kv)
@@ -133,7 +133,7 @@ def _doubled(p, causal):
         raise ValueError(f"causal is {allowed}, not {causal!r}")
     if p.window:
         raise ValueError("'half' is defined without a window; say 'exact'")
-    return _twice_area(n, m, p.band.last)
+    return _twice_area(n, m, p.diagonals.last)
 
 # %% ../nbs/06_traffic.ipynb #score-count
 def score_count(
@@ -238,7 +238,7 @@ def _loads(n, m, band, block_q, block_kv):
 # %% ../nbs/06_traffic.ipynb #keys-outside
 def _keys_outside(p):
     "Bytes of one head when O and its lse return for every key tile."
-    n, m, band = p.seq_q, p.seq_kv, p.band
+    n, m, band = p.seq_q, p.seq_kv, p.diagonals
     turned = Diagonals(-band.last, -band.first)  # i - j for j - i
     passes = _loads(m, n, turned, p.block_kv, p.block_q)
     one_tile = int(np.max(m, initial=0)) + 1
@@ -260,7 +260,7 @@ def flash_bytes(
     if order != "queries":
         raise ValueError(f"order is 'queries' or 'keys', not {order!r}")
     tile = p.block_q, p.block_kv
-    loaded = _loads(p.seq_q, p.seq_kv, p.band, *tile)
+    loaded = _loads(p.seq_q, p.seq_kv, p.diagonals, *tile)
     rows = p.batch * p.heads * (p.seq_q + loaded)
     return rows * p.width * p.item + lse * _lse_bytes(p)
 
