@@ -24,7 +24,7 @@ export PYDEVD_DISABLE_FILE_VALIDATION := 1
 BUILD = rm -rf _site && jupyter-book build -q . --config book/_config.yml --toc _toc.yml \
         --path-output _site -W --keep-going -n >/dev/null
 NBVAL = pytest -n 2 --dist loadfile --nbval --nbval-current-env \
-        --nbval-sanitize-with nbval_sanitize.cfg -p no:cacheprovider nbs
+        --nbval-cell-timeout 120 --nbval-sanitize-with nbval_sanitize.cfg -p no:cacheprovider nbs
 PYTEST = pytest -p no:cacheprovider
 
 # $(call step,heading,command): a heading, the command, the time it took.

@@ -196,24 +196,24 @@ def standard_bytes(
     return _tensors(p, p.heads) + touched + lse * _lse_bytes(p)
 
 # %% ../nbs/06_traffic.ipynb #floor-sum
-def _divmod(x, m):
-    "Whole part and remainder of x / m."
+def _divmod(x, c):
+    "Whole part and remainder of x / c."
     if isinstance(x, np.ndarray):
-        whole = np.floor(x / m)
-        return whole, x - whole * m
-    return divmod(x, m)
+        whole = np.floor(x / c)
+        return whole, x - whole * c
+    return divmod(x, c)
 
 
-def _floor_sum(n, a, b, m):
-    "The sum of (a * t + b) // m over 0 <= t < n, by Euclid's algorithm."
+def _floor_sum(n, a, b, c):
+    "The sum of (a * t + b) // c over 0 <= t < n, by Euclid's algorithm."
     twice = 0
     while True:
-        slope, a = divmod(a, m)
-        base, b = _divmod(b, m)
+        slope, a = divmod(a, c)
+        base, b = _divmod(b, c)
         twice += n * (n - 1) * slope + 2 * n * base
         if a == 0:
             return twice // 2
-        (n, b), a, m = _divmod(a * n + b, m), m, a
+        (n, b), a, c = _divmod(a * n + b, c), c, a
 
 # %% ../nbs/06_traffic.ipynb #stairs
 def _stairs(count, start, stride, step, end, total):
