@@ -1,7 +1,8 @@
 """Run notebooks in place: python book/run_notebooks.py NOTEBOOK...
 
-Text that one cell prints is stored as one output, however it arrived, so that a
-second run changes nothing. A failure names the notebook and the cell.
+Text that one cell prints is stored as one output, however it arrived, and a picture
+without the text that comes with it, so that a second run changes nothing. A failure,
+a cell that hangs or a kernel that dies names the notebook and the cell.
 """
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -9,23 +10,30 @@ from pathlib import Path
 
 import nbformat
 from nbclient import NotebookClient
-from nbclient.exceptions import CellExecutionError
+from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+
+LIMIT = 300  # seconds a cell may take
+FAILURES = (CellExecutionError, CellTimeoutError, DeadKernelError)
 
 
 def run(path):
     """None, or what went wrong; the notebook is written only if all went well."""
-    nb, failed = nbformat.read(path, 4), []
+    nb, started = nbformat.read(path, 4), []
     client = NotebookClient(
         nb,
-        timeout=300,  # seconds a cell may take
+        timeout=LIMIT,
         coalesce_streams=True,
         resources={"metadata": {"path": path.parent}},
-        on_cell_error=lambda cell, **_: failed.append(cell.id),
+        on_cell_execute=lambda cell, **_: started.append(cell.id),
     )
     try:
         client.execute()
-    except CellExecutionError as error:
-        return f"{path}, cell {failed[-1]}:\n{error}"
+    except FAILURES as error:
+        return f"{path}, cell {started[-1]}: {error}"
+    for cell in nb.cells:
+        for output in cell.get("outputs", []):
+            if "image/png" in output.get("data", {}):
+                output["data"].pop("text/plain", None)
     nbformat.write(nb, path)
 
 

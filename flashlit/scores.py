@@ -12,7 +12,7 @@ import numpy as np
 
 # %% ../nbs/01_scores.ipynb #product-py
 def _product(q, k, scale):
-    "scale * q k^T without an overflow on the way to a finite result."
+    "scale * q k^T, whose scale saves the product from overflow."
     f, e = math.frexp(scale)  # scale = f * 2**e, 1/2 <= |f| < 1
     if abs(scale) <= 1:
         return np.ldexp(q * f, e) @ np.swapaxes(k, -1, -2)

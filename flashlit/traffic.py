@@ -139,7 +139,7 @@ def _doubled(p, causal):
 def score_count(
     problem: Problem,
     causal: str = "exact",  # 'exact', 'half' or 'dense'
-) -> int:  # scores; x.5 where half of an odd square is left
+) -> int:  # scores, (n,) for n lengths; x.5 for half an odd square
     "The scores that are charged for, over all heads and batch entries."
     twice = problem.batch * problem.heads * _doubled(problem, causal)
     whole = isinstance(twice, int) and twice % 2 == 0
@@ -149,7 +149,7 @@ def score_count(
 def flops(
     problem: Problem,
     causal: str = "exact",  # 'exact', 'half' or 'dense'
-) -> int:  # FLOPs of both products; one multiply-add is two
+) -> int:  # FLOPs, (n,) for n lengths; one multiply-add is two
     "2 (d + d_v) for every score that is charged for."
     heads = problem.batch * problem.heads
     return heads * _doubled(problem, causal) * problem.width
@@ -174,7 +174,7 @@ def _lse_bytes(p):
 def compulsory_bytes(
     problem: Problem,
     lse: bool = False,  # charge for writing the log-sum-exp too
-) -> int:  # bytes
+) -> int:  # bytes, (n,) for n lengths
     "Every tensor once: Q, K and V read, O written."
     tensors = _tensors(problem, problem.kv_heads)
     return tensors + lse * _lse_bytes(problem)
@@ -186,7 +186,7 @@ def standard_bytes(
     causal: str = "exact",  # which scores are in memory: see score_count
     score_item: int | None = None,  # bytes of a score; None is the dtype's
     lse: bool = False,  # charge for writing the log-sum-exp too
-) -> int:  # bytes
+) -> int:  # bytes, (n,) for n lengths
     "Attention with S in memory: each score touched four times, or twice."
     p = problem
     item = p.item if score_item is None else score_item
@@ -252,7 +252,7 @@ def flash_bytes(
     problem: Problem,
     order: str = "queries",  # the outer loop: 'queries' or 'keys'
     lse: bool = False,  # charge for writing the log-sum-exp too
-) -> int:  # bytes; with order='keys' the lse is always among them
+) -> int:  # bytes, (n,) for n lengths; order='keys' includes the lse
     "The tiled loop with nothing reused between tiles of the outer loop."
     p = problem
     if order == "keys":
@@ -302,7 +302,7 @@ def paper_blocks(
 def lower_bound(
     problem: Problem,
     sram: int,  # M, on-chip bytes
-) -> float:  # bytes, up to a constant factor
+) -> float:  # bytes up to a constant factor, (n,) for n lengths
     "scores * d * min(d / M, 1 / sqrt(M)) elements; d is the narrower width."
     p, elements = problem, _room(sram) / problem.item
     d = min(p.head_dim, p.value_dim)

@@ -80,6 +80,17 @@ def test_what_a_cell_prints_is_one_output(path):
 
 
 @each_notebook
+def test_outputs_hold_results_alone(path):
+    """No errors, no addresses, no text in angle brackets where an object was meant."""
+    for name, cell in cells(path).items():
+        text = json.dumps([o for o in cell["outputs"] if "image/png" not in o.get("data", {})])
+        assert '"output_type": "error"' not in text, f"cell {name} raised"
+        assert not re.search(r"<\w[^>]*>|0x[0-9a-f]{6}", text), f"cell {name} shows an object"
+        pictures = [o["data"] for o in cell["outputs"] if "image/png" in o.get("data", {})]
+        assert all("text/plain" not in data for data in pictures), f"cell {name}: `make notebooks`"
+
+
+@each_notebook
 def test_code_fits_the_page(path):
     for name, cell in cells(path).items():
         code = [line for line in "".join(cell["source"]).splitlines() if line[:2] != "#|"]

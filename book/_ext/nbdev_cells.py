@@ -18,6 +18,9 @@ import json
 import re
 
 from PIL import Image
+from sphinx.util import logging
+
+LOG = logging.getLogger(__name__)
 
 DIRECTIVE = re.compile(r"#\s*\|\s*(?P<name>[\w-]+):?\s*(?P<text>.*?)\s*$")
 LEFT_OUT = {"default_exp", "hide"}
@@ -82,6 +85,9 @@ def shown(cell):
 def on_source_read(app, docname, source):
     if str(app.env.doc2path(docname)).endswith(".ipynb"):
         nb = json.loads(source[0])
+        for cell in nb["cells"]:
+            if any(o["output_type"] == "error" for o in cell.get("outputs", [])):
+                LOG.warning("cell %s of %s raised an error", cell.get("id"), docname)
         cells = (shown(c) if c["cell_type"] == "code" else c for c in nb["cells"])
         nb["cells"] = [c for c in cells if c is not None]
         source[0] = json.dumps(nb)
