@@ -409,3 +409,10 @@ def test_shared_heads_are_no_gain_from_tiling():
 def test_a_profile_keeps_to_squares():
     with pytest.raises(ValueError, match="seq_q = seq_kv"):
         profile(Problem(seq_q=1, seq_kv=4096), DEVICES["seed"])
+
+
+@pytest.mark.parametrize("elements, per_score", [(6 * 128**2, 128 / 768), (128**2, 1.0), (64**2, 2.0)])
+def test_lower_bound_by_hand(elements, per_score):
+    """d * d / M per score while M is at least d * d, and d / sqrt(M) below."""
+    p = Problem(1024, head_dim=128, dtype="fp32")
+    np.testing.assert_allclose(lower_bound(p, 4 * elements), 1024**2 * per_score * 4)
