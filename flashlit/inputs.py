@@ -26,7 +26,8 @@ def as_array(
     try:
         return np.asarray(x)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise type(error)(f"{name} is not an array; {error}") from None
+        kind = ValueError if isinstance(error, ValueError) else TypeError
+        raise kind(f"{name} is not an array; {error}") from None
 
 # %% ../nbs/inputs.ipynb #work_type
 def work_type(

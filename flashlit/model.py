@@ -74,8 +74,10 @@ def estimate(
         raise ValueError("an estimate is of lengths of at least 1")
     sram, bandwidth = need(device, "sram"), need(device, "bandwidth")
     tiled = compulsory_bytes(p)
-    alone = compulsory_bytes(replace(p, kv_heads=p.heads))  # K, V for each head
-    naive = standard_bytes(p, fused=True, causal=count) - alone + tiled
+    ungrouped = replace(p, kv_heads=p.heads)  # naive loops read K, V per head
+    touches = standard_bytes(p, fused=True, causal=count)
+    touches -= compulsory_bytes(ungrouped)  # S alone, written and read
+    naive = tiled + touches
     compute = flops(p, count) / peak(device, p.dtype)
     return Estimate(
         problem=p,
