@@ -74,10 +74,7 @@ def estimate(
         raise ValueError("an estimate is of lengths of at least 1")
     sram, bandwidth = need(device, "sram"), need(device, "bandwidth")
     tiled = compulsory_bytes(p)
-    ungrouped = replace(p, kv_heads=p.heads)  # naive loops read K, V per head
-    touches = standard_bytes(p, fused=True, causal=count)
-    touches -= compulsory_bytes(ungrouped)  # S alone, written and read
-    naive = tiled + touches
+    naive = standard_bytes(p, fused=True, causal=count)
     compute = flops(p, count) / peak(device, p.dtype)
     return Estimate(
         problem=p,

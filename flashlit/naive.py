@@ -7,7 +7,7 @@ __all__ = ['exponentials', 'softmax', 'logsumexp', 'weigh', 'attention']
 
 # %% ../nbs/02_naive.ipynb #imports
 import numpy as np
-from .inputs import check, empty
+from .inputs import Lengths, check, empty
 from .scores import Band, clip
 
 # %% ../nbs/02_naive.ipynb #exponentials
@@ -70,35 +70,61 @@ def _matrix(call, name):
     return empty(call.q, name, shape, call.work)
 
 
-def _spans(shape, band):
-    "The slices of one head's matrix that exist: all of it, or row by row."
-    n, m = shape
-    if band.kind(slice(0, n), slice(0, m)) == "full":
-        return [(slice(0, n), slice(0, m))]
-    first, last = band
+def _spans(rows, cols, band):
+    "The slices of a head's matrix that exist: all of it, or row by row."
+    if band.kind(rows, cols) == "full":
+        return [(rows, cols)]
+    first, last = (x + np.arange(rows.start, rows.stop) for x in band)
+    ends = zip(*(clip(x, cols.start, cols.stop) for x in (first, last + 1)))
     return [
-        (i, slice(clip(i + first, 0, m), clip(i + last + 1, 0, m)))
-        for i in range(n)
+        (slice(i, i + 1), slice(int(a), int(b)))
+        for i, (a, b) in enumerate(ends, rows.start)
     ]
 
 
-def _write(matrix, head, x, call):
-    for span in _spans(x.shape, call.diagonals):
-        matrix[(*head, *span)] = x[span]
+def _inside(span, segment):
+    "The same slices, counted from where the segment starts."
+    i, j = segment.rows.start, segment.cols.start
+    (a, b), (c, d) = ((x.start, x.stop) for x in span)
+    return slice(None), slice(a - i, b - i), slice(c - j, d - j)
 
 
-def _read(matrix, head, call, hidden):
-    x = np.full(matrix.shape[-2:], hidden, call.work)
-    for span in _spans(x.shape, call.diagonals):
-        x[span] = matrix[(*head, *span)]
+def _write(matrix, head, x, segment):
+    for span in _spans(*segment):
+        matrix[(*head, *span)] = x[_inside(span, segment)]
+
+
+def _read(matrix, head, x, segment, hidden):
+    "What is in memory, in an array like `x`."
+    x = np.full_like(x, hidden)
+    for span in _spans(*segment):
+        x[_inside(span, segment)] = matrix[(*head, *span)]
     return x
+
+# %% ../nbs/02_naive.ipynb #segment
+def _attend_segment(call, head, segment, s, p):
+    "The queries of a group against the keys that belong to them."
+    rows, cols, stripe = segment
+    x = call.scores(call.queries(call.q, head, rows), call.keys(call.k, head, cols))
+    _write(s, head, call.hide(x, head, rows, cols, stripe), segment)
+    x = _read(s, head, x, segment, hidden=-np.inf)
+    y = x  # and a last column for a logit without a value, where there is one
+    if call.sinks is not None:
+        sink = np.broadcast_to(call.sink(head), (*x.shape[:-1], 1))
+        y = np.concatenate([x, sink], -1)
+    w, lse = softmax(y)[..., : x.shape[-1]], None
+    if call.lse is not None:
+        lse = logsumexp(y)
+    _write(p, head, w, segment)
+    w = _read(p, head, w, segment, hidden=0)
+    call.store(head, rows, weigh(w, call.keys(call.v, head, cols), x), lse)
 
 # %% ../nbs/02_naive.ipynb #attention
 @np.errstate(all="ignore")
 def attention(
     q: np.ndarray,  # (..., heads, N_q, d) queries
-    k: np.ndarray,  # (..., heads, N_k, d) keys
-    v: np.ndarray,  # (..., heads, N_k, d_v) values
+    k: np.ndarray,  # (..., kv_heads, N_k, d) keys
+    v: np.ndarray,  # (..., kv_heads, N_k, d_v) values
     *,
     mask: np.ndarray | None = None,  # bool, True takes part
     bias: np.ndarray | None = None,  # is added to the logits
@@ -107,20 +133,21 @@ def attention(
     align: str | int | None = None,  # 'top_left', 'bottom_right' or the shift
     softcap: float | None = None,  # c * tanh(s / c)
     scale: float | None = None,  # None is 1 / sqrt(d)
+    kv_lengths: np.ndarray | None = None,  # real keys of each batch entry
+    sinks: np.ndarray | None = None,  # (heads,) logits that give no value
+    cu_seqlens_q: np.ndarray | None = None,  # offsets of packed queries
+    cu_seqlens_kv: np.ndarray | None = None,  # offsets of packed keys
     return_lse: bool = False,  # also the log-sum-exp (..., heads, N_q)
     out: np.ndarray | None = None,  # where to write o
 ) -> np.ndarray:  # o (..., heads, N_q, d_v), or (o, lse)
     "softmax(scale * q k^T) v, with S and P of every head written down."
-    band = Band(causal, window, align)
-    call = check(q, k, v, mask, bias, band, softcap, scale, return_lse, out)
+    call = check(
+        q, k, v, mask=mask, bias=bias, sinks=sinks, softcap=softcap, scale=scale,
+        band=Band(causal, window, align), return_lse=return_lse, out=out,
+        lengths=Lengths(kv_lengths, cu_seqlens_q, cu_seqlens_kv),
+    )  # fmt: skip
     s, p = _matrix(call, "S"), _matrix(call, "P")
-    rows, cols = slice(0, call.q.shape[-2]), slice(0, call.k.shape[-2])
     for head in call.heads():
-        q_h, k_h = call.load(call.q, head, rows), call.load(call.k, head, cols)
-        _write(s, head, call.scores(q_h, k_h, head, rows, cols), call)
-        x = _read(s, head, call, hidden=-np.inf)
-        _write(p, head, softmax(x), call)
-        w, v_h = _read(p, head, call, hidden=0), call.load(call.v, head, cols)
-        lse = logsumexp(x) if return_lse else None
-        call.store(head, rows, weigh(w, v_h, x), lse)
+        for segment in call.segments(head):
+            _attend_segment(call, head, segment, s, p)
     return call.result()

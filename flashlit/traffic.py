@@ -155,9 +155,9 @@ def flops(
     return heads * _doubled(problem, causal) * problem.width
 
 # %% ../nbs/06_traffic.ipynb #compulsory
-def _tensors(p, kv_heads):
-    "Bytes of Q and O of every head, K and V of each of kv_heads."
-    rows = p.heads * p.seq_q + kv_heads * p.seq_kv
+def _crossing(p, keys):
+    "Bytes of Q and O of every head, and of `keys` K and V of each kv head."
+    rows = p.heads * p.seq_q + p.kv_heads * keys
     return p.batch * rows * p.width * p.item
 
 
@@ -176,7 +176,7 @@ def compulsory_bytes(
     lse: bool = False,  # charge for writing the log-sum-exp too
 ) -> int:  # bytes, (n,) for n lengths
     "Every tensor once: Q, K and V read, O written."
-    tensors = _tensors(problem, problem.kv_heads)
+    tensors = _crossing(problem, problem.seq_kv)
     return tensors + lse * _lse_bytes(problem)
 
 # %% ../nbs/06_traffic.ipynb #standard
@@ -193,7 +193,7 @@ def standard_bytes(
     item = length(item, "score_item", 1, whole=True)
     scores = p.batch * p.heads * _doubled(p, causal) * item
     touched = scores if fused else 2 * scores
-    return _tensors(p, p.heads) + touched + lse * _lse_bytes(p)
+    return _crossing(p, p.seq_kv) + touched + lse * _lse_bytes(p)
 
 # %% ../nbs/06_traffic.ipynb #floor-sum
 def _divmod(x, c):
@@ -237,15 +237,16 @@ def _loads(n, m, band, block_q, block_kv):
 
 # %% ../nbs/06_traffic.ipynb #keys-outside
 def _keys_outside(p):
-    "Bytes of one head when O and its lse return for every key tile."
+    "Bytes of one batch entry when O and lse return for every key tile."
     n, m, band = p.seq_q, p.seq_kv, p.diagonals
     turned = Diagonals(-band.last, -band.first)  # i - j for j - i
     passes = _loads(m, n, turned, p.block_kv, p.block_q)
     one_tile = int(np.max(m, initial=0)) + 1
     seen = _loads(m, n, turned, one_tile, p.block_q)
     moved = 2 * passes + n - 2 * seen
-    elements = p.width * m + p.head_dim * passes + p.value_dim * moved
-    return elements * p.item + moved * _lse_item(p)
+    rows = p.head_dim * passes + p.value_dim * moved
+    elements = p.kv_heads * p.width * m + p.heads * rows
+    return elements * p.item + p.heads * moved * _lse_item(p)
 
 # %% ../nbs/06_traffic.ipynb #flash
 def flash_bytes(
@@ -256,13 +257,12 @@ def flash_bytes(
     "The tiled loop with nothing reused between tiles of the outer loop."
     p = problem
     if order == "keys":
-        return p.batch * p.heads * _keys_outside(p)
+        return p.batch * _keys_outside(p)
     if order != "queries":
         raise ValueError(f"order is 'queries' or 'keys', not {order!r}")
     tile = p.block_q, p.block_kv
     loaded = _loads(p.seq_q, p.seq_kv, p.diagonals, *tile)
-    rows = p.batch * p.heads * (p.seq_q + loaded)
-    return rows * p.width * p.item + lse * _lse_bytes(p)
+    return _crossing(p, loaded) + lse * _lse_bytes(p)
 
 # %% ../nbs/06_traffic.ipynb #room
 def _room(sram):
@@ -276,9 +276,9 @@ def _room(sram):
 def tile_bytes(
     problem: Problem,
 ) -> int:  # bytes
-    "On-chip room for one tile each of Q, K, V and O."
-    p = problem
-    return (p.block_q + p.block_kv) * p.width * p.item
+    "On-chip room for a K and a V tile, and Q and O of the heads they serve."
+    p, group = problem, problem.heads // problem.kv_heads
+    return (group * p.block_q + p.block_kv) * p.width * p.item
 
 
 def largest_block(
@@ -286,7 +286,8 @@ def largest_block(
     sram: int,  # M, on-chip bytes
 ) -> int:  # rows and keys of a square tile; 0 if none fits
     "The largest B_r = B_c for which the Q, K, V and O tiles fit on chip."
-    return int(_room(sram) // (2 * problem.width * problem.item))
+    tokens = 1 + problem.heads // problem.kv_heads  # G of Q and O, 1 of K and V
+    return int(_room(sram) // (tokens * problem.width * problem.item))
 
 # %% ../nbs/06_traffic.ipynb #paper
 def paper_blocks(
