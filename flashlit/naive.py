@@ -105,8 +105,9 @@ def _read(matrix, head, x, segment, hidden):
 def _attend_segment(call, head, segment, s, p):
     "The queries of a group against the keys that belong to them."
     rows, cols, stripe = segment
-    x = call.scores(call.queries(call.q, head, rows), call.keys(call.k, head, cols))
-    _write(s, head, call.hide(x, head, rows, cols, stripe), segment)
+    q, k = call.queries(call.q, head, rows), call.keys(call.k, head, cols)
+    x = call.hide(call.scores(q, k), head, rows, cols, stripe)
+    _write(s, head, x, segment)
     x = _read(s, head, x, segment, hidden=-np.inf)
     y = x  # and a last column for a logit without a value, where there is one
     if call.sinks is not None:
@@ -142,9 +143,10 @@ def attention(
 ) -> np.ndarray:  # o (..., heads, N_q, d_v), or (o, lse)
     "softmax(scale * q k^T) v, with S and P of every head written down."
     call = check(
-        q, k, v, mask=mask, bias=bias, sinks=sinks, softcap=softcap, scale=scale,
-        band=Band(causal, window, align), return_lse=return_lse, out=out,
+        q, k, v, mask=mask, bias=bias, sinks=sinks, softcap=softcap,
+        scale=scale, band=Band(causal, window, align),
         lengths=Lengths(kv_lengths, cu_seqlens_q, cu_seqlens_kv),
+        return_lse=return_lse, out=out,
     )  # fmt: skip
     s, p = _matrix(call, "S"), _matrix(call, "P")
     for head in call.heads():

@@ -96,9 +96,10 @@ def flash_attention(
     block_q = block(block_q, "block_q", BLOCK_Q)
     block_kv = block(block_kv, "block_kv", BLOCK_KV)
     call = check(
-        q, k, v, mask=mask, bias=bias, sinks=sinks, softcap=softcap, scale=scale,
-        band=Band(causal, window, align), return_lse=return_lse, out=out,
+        q, k, v, mask=mask, bias=bias, sinks=sinks, softcap=softcap,
+        scale=scale, band=Band(causal, window, align),
         lengths=Lengths(kv_lengths, cu_seqlens_q, cu_seqlens_kv),
+        return_lse=return_lse, out=out,
     )  # fmt: skip
     for head in call.heads():
         for segment in call.segments(head):
