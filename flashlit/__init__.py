@@ -19,5 +19,6 @@ from flashlit.traffic import (
     flops,
     standard_bytes,
 )
+from flashlit.variants import alibi_bias, alibi_slopes, tile_counts
 
 __version__ = "0.1.0"

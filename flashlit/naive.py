@@ -101,7 +101,17 @@ def _read(matrix, head, x, segment, hidden):
         x[_inside(span, segment)] = matrix[(*head, *span)]
     return x
 
-# %% ../nbs/02_naive.ipynb #segment
+# %% ../nbs/02_naive.ipynb #weights
+def _weights(call, head, x):
+    "Probabilities, and the log-sum-exp if it is wanted; sinks take part."
+    keys = x.shape[-1]
+    if call.sinks is not None:  # one more column, without a value
+        sink = np.broadcast_to(call.sink(head), (*x.shape[:-1], 1))
+        x = np.concatenate([x, sink], -1)
+    lse = None if call.lse is None else logsumexp(x)
+    return softmax(x)[..., :keys], lse
+
+
 def _attend_segment(call, head, segment, s, p):
     "The queries of a group against the keys that belong to them."
     rows, cols, stripe = segment
@@ -109,13 +119,7 @@ def _attend_segment(call, head, segment, s, p):
     x = call.hide(call.scores(q, k), head, rows, cols, stripe)
     _write(s, head, x, segment)
     x = _read(s, head, x, segment, hidden=-np.inf)
-    y = x  # and a last column for a logit without a value, where there is one
-    if call.sinks is not None:
-        sink = np.broadcast_to(call.sink(head), (*x.shape[:-1], 1))
-        y = np.concatenate([x, sink], -1)
-    w, lse = softmax(y)[..., : x.shape[-1]], None
-    if call.lse is not None:
-        lse = logsumexp(y)
+    w, lse = _weights(call, head, x)
     _write(p, head, w, segment)
     w = _read(p, head, w, segment, hidden=0)
     call.store(head, rows, weigh(w, call.keys(call.v, head, cols), x), lse)

@@ -29,6 +29,7 @@ ARROWS = {  # what a module may import from its own package
     "traffic": {"scores"},
     "roofline": {"draw"},
     "model": {"roofline", "traffic"},
+    "variants": {"scores", "traffic"},
     "cli": ANY,
 }
 HANDED_OUT = ["attention", "flash_attention", "merge", "Problem", "DEVICES", "estimate"]
