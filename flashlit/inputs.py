@@ -351,7 +351,8 @@ class Call(NamedTuple):
 
     def queries(self, x, head, rows):
         "(G, rows, dim) of an array like q, in the working type."
-        tile = x[at(x, head, rows, slice(None))]
+        own = at(x, head, rows, slice(None))[:-2]
+        tile = x[(*own, rows, slice(None))]  # even if there is a single row
         tile = tile if tile.ndim == 3 else tile[None]
         return np.ascontiguousarray(tile, self.work)
 

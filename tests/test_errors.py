@@ -129,6 +129,49 @@ BAD = {
     "window fraction": (TypeError, ["window", "integers", "1.5"], {"window": (1.5, 0), "align": 0}),
     "window bool": (TypeError, ["window", "True"], {"window": (True, 0), "align": 0}),
     "window word": (ValueError, ["window", "'ab'"], {"window": "ab", "align": 0}),
+    # key lengths (clauses 5 and 6)
+    "lengths of fractions": (TypeError, ["kv_lengths", "integers", "float64"], {"kv_lengths": 2.5}),
+    "lengths of booleans": (TypeError, ["kv_lengths", "integers", "bool"], {"kv_lengths": True}),
+    "lengths too long": (ValueError, ["kv_lengths", "seq_kv=5", "6"], {"kv_lengths": 6}),
+    "lengths below 0": (ValueError, ["kv_lengths", "0 to seq_kv=5", "-1"], {"kv_lengths": -1}),
+    "lengths of a batch": (ValueError, ["kv_lengths", "batch entry", "(2,)", "()"], {"kv_lengths": [2, 3]}),
+    "lengths and causal, unsaid": (
+        ValueError, ["align", "kv_lengths", "bottom_right", "FlashAttention", "JAX", "ONNX"],
+        {"q": np.zeros((M, 4)), "kv_lengths": M, "causal": True},
+    ),
+    "lengths and window, unsaid": (ValueError, ["align", "kv_lengths"], {"kv_lengths": 2, "window": (1, 1)}),
+    # sinks (clause 17)
+    "sinks of two heads": (ValueError, ["sinks", "(1,)", "(2,)"], {"sinks": np.zeros(2)}),
+    "one sink for all": (ValueError, ["sinks", "(1,)", "()"], {"sinks": 0.5}),
+    "integer sinks": (TypeError, ["sinks", "float64", "int64"], {"sinks": [1]}),
+    "half sinks": (TypeError, ["sinks", "float16"], {"sinks": np.zeros(1, np.float16)}),
+    "masked array sinks": (TypeError, ["sinks", "masked"], {"sinks": np.ma.zeros(1)}),
+    # packed sequences (clause 18)
+    "one offset": (ValueError, ["cu_seqlens_q", "cu_seqlens_kv", "together"], {"cu_seqlens_q": [0, N]}),
+    "offsets and lengths": (
+        ValueError, ["kv_lengths", "cu_seqlens", "exclude"],
+        {"cu_seqlens_q": [0, N], "cu_seqlens_kv": [0, M], "kv_lengths": M},
+    ),
+    "offsets of fractions": (
+        TypeError, ["cu_seqlens_q", "integers", "float64"], {"cu_seqlens_q": [0.0, N], "cu_seqlens_kv": [0, M]},
+    ),
+    "offsets from 1": (ValueError, ["cu_seqlens_q", "0 to 3", "[1, 3]"], {"cu_seqlens_q": [1, N], "cu_seqlens_kv": [0, M]}),
+    "offsets too short": (ValueError, ["cu_seqlens_kv", "0 to 5", "[0, 4]"], {"cu_seqlens_q": [0, N], "cu_seqlens_kv": [0, 4]}),
+    "offsets that fall": (
+        ValueError, ["cu_seqlens_kv", "rise", "[0, 4, 2, 5]"],
+        {"cu_seqlens_q": [0, 1, 2, N], "cu_seqlens_kv": [0, 4, 2, M]},
+    ),
+    "offsets of two axes": (ValueError, ["cu_seqlens_q", "offsets"], {"cu_seqlens_q": [[0, N]], "cu_seqlens_kv": [0, M]}),
+    "no offsets": (TypeError, ["cu_seqlens_q", "integers"], {"cu_seqlens_q": [], "cu_seqlens_kv": [0, M]}),
+    "offsets of more texts": (ValueError, ["2", "1"], {"cu_seqlens_q": [0, 1, N], "cu_seqlens_kv": [0, M]}),
+    "packed in a batch": (
+        ValueError, ["batch", "(2, 1)"],
+        {"q": np.zeros((2, 1, N, 4)), "cu_seqlens_q": [0, N], "cu_seqlens_kv": [0, M]},
+    ),
+    "packed, causal, unsaid": (
+        ValueError, ["align", "seq_q=1", "seq_kv=2"],
+        {"cu_seqlens_q": [0, 1, N], "cu_seqlens_kv": [0, 2, M], "causal": True},
+    ),
 }  # fmt: skip
 
 

@@ -1,4 +1,9 @@
 """What crosses the memory, metered, against the formulas; and the formulas by themselves."""
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+from unittest.mock import patch
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -7,12 +12,13 @@ from hypothesis import strategies as st
 from flashlit.hbm import HBM, Meter
 from flashlit.model import estimate, profile
 from flashlit.roofline import DEVICES, Device, peak, ridge, si
-from flashlit.scores import pairs
+from flashlit.scores import Diagonals, pairs
 from flashlit.tiled import flash_attention_1
 from flashlit.traffic import (
     Problem, compulsory_bytes, flash_bytes, flops, largest_block, lower_bound, paper_blocks, score_count,
     standard_bytes,
 )  # fmt: skip
+from flashlit.variants import tile_counts
 from helpers import DTYPES, agree, naive, qkv, same, strict, tiled
 from oracle import oracle, visible
 from test_properties import BANDS
@@ -117,6 +123,105 @@ def test_8_bit_inputs(p, lse):
     meter, _ = metered(tiled, q, k, v, return_lse=lse, **band(p), **blocks(p))
     o = p.batch * p.heads * p.seq_q * p.value_dim
     assert meter.total - meter.written["O"] == flash_bytes(p, lse=lse) - o and meter.written["O"] == 4 * o
+
+
+# key lengths, packed sequences, and the tiles of scores
+
+
+@given(problems(["fp64", "bf16"]), st.data())
+def test_key_lengths(p, data):
+    """Each entry costs what it would cost alone, at its own length."""
+    lengths = [data.draw(st.integers(0, p.seq_kv)) for _ in range(p.batch)]
+    parts = [replace(p, seq_kv=m, batch=1) for m in lengths]
+    options = dict(kv_lengths=np.array(lengths), **band(p))
+    meter, _ = metered(tiled, *arrays(p), **options, **blocks(p))
+    assert meter.total == sum(map(flash_bytes, parts))
+    meter, _ = metered(naive, *arrays(p), **options)
+    item = 8 if p.dtype == "fp64" else 4
+    assert meter.total == sum(standard_bytes(x, score_item=item) for x in parts)
+
+
+@given(problems(["fp64", "bf16"]), st.lists(st.tuples(st.integers(0, 7), st.integers(0, 7)), max_size=4))
+def test_packed(p, sizes):
+    """Packed sequences add up, one by one or in one Problem of many lengths."""
+    n, m = ([0, *np.cumsum([x[i] for x in sizes], dtype=int)] for i in (0, 1))
+    p = replace(p, batch=1, seq_q=int(n[-1]), seq_kv=int(m[-1]))
+    packed = dict(cu_seqlens_q=n, cu_seqlens_kv=m, **band(p))
+    q, k, v = (x[0] for x in arrays(p))
+    total = metered(tiled, q, k, v, **packed, **blocks(p))[0].total
+    assert total == sum(flash_bytes(replace(p, seq_q=a, seq_kv=b)) for a, b in sizes)
+    if sizes:
+        docs = replace(p, seq_q=np.diff(n), seq_kv=np.diff(m))
+        assert total == flash_bytes(docs).sum()
+    item = 8 if p.dtype == "fp64" else 4
+    total = metered(naive, q, k, v, **packed)[0].total
+    assert total == sum(standard_bytes(replace(p, seq_q=a, seq_kv=b), score_item=item) for a, b in sizes)
+
+
+def walk(p):
+    """full, partial, empty and the scores of tiles that are not empty, for one head."""
+    shown, found = visible(p.seq_q, p.seq_kv, **band(p)), np.zeros(4, int)
+    for i in range(0, p.seq_q, p.block_q):
+        for j in range(0, p.seq_kv, p.block_kv):
+            tile = shown[i : i + p.block_q, j : j + p.block_kv]
+            found[0 if tile.all() else 1 if tile.any() else 2] += 1
+            found[3] += tile.size * tile.any()
+    return found
+
+
+@given(problems())
+def test_tile_counts(p):
+    assert tile_counts(p) == tuple(p.batch * p.heads * walk(p))
+
+
+@given(problems(["fp32"]))
+def test_full_tiles_carry_no_masking_work(p):
+    """Positions are looked at in partial tiles alone, empty ones are not even loaded."""
+    asked, visible_ = [], Diagonals.visible
+    with patch.object(Diagonals, "visible", lambda *args: asked.append(args) or visible_(*args)):
+        meter, _ = metered(tiled, *arrays(p), **band(p), **blocks(p))
+    full, partial, _, _ = walk(p)
+    assert len(asked) == p.batch * p.kv_heads * partial
+    with patch.object(HBM, "__getitem__", counted := Counted(HBM.__getitem__)):
+        metered(tiled, *arrays(p), **band(p), **blocks(p))
+    assert counted.names["K"] == counted.names["V"] == p.batch * p.kv_heads * (full + partial)
+
+
+class Counted:
+    """Loads of each tensor."""
+
+    def __init__(self, load):
+        self.load, self.names = load, Counter()
+
+    def __get__(self, array, kind):
+        return partial(self, array)
+
+    def __call__(self, array, key):
+        self.names[array.name] += 1
+        return self.load(array, key)
+
+
+@given(problems(["fp64"]), st.booleans())
+def test_mask_and_bias(p, per_head):
+    """Read once for every score of a tile that is touched, and for every head that has its own."""
+    heads = p.heads if per_head else 1
+    shape = (heads, p.seq_q, p.seq_kv)
+    meter = Meter()
+    over = {
+        "mask": HBM(np.ones(shape, bool), meter, "mask"),
+        "bias": HBM(np.zeros(shape, np.float32), meter, "bias"),
+    }
+    tiled(*(HBM(x, meter) for x in arrays(p)), **over, **band(p), **blocks(p))
+    scores = tile_counts(p).scores // p.heads * (p.heads if per_head else p.kv_heads)
+    assert (meter.read["mask"], meter.read["bias"]) == (scores, 4 * scores)
+
+
+def test_sinks_are_read_once_for_every_tile_of_queries():
+    q, k, v = qkv(8, 8, d=2, lead=(4,), kv_lead=(2,))
+    meter = Meter()
+    sinks = HBM(np.zeros(4), meter, "sinks")
+    tiled(*(HBM(x, meter) for x in (q, k, v)), sinks=sinks, block_q=3)
+    assert meter.read["sinks"] == 3 * 4 * 8
 
 
 # tensor by tensor
