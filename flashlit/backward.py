@@ -52,12 +52,12 @@ def _stack(x):
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 # %% ../nbs/10_backward.ipynb #tile
-def _tile(call, where, row, key):
+def _tile(call, place, row, key):
     "One tile's part of dQ, dK and dV, and the gradient of its logits."
     q, do, lse, rest, D, dlse = row
     k, v = key
     capped = call.scores(q, k)
-    s = call.hide(capped, *where)
+    s = call.hide(capped, *place)
     hidden = s == -np.inf
     p = np.where(hidden, 0, np.exp(s - lse - rest))
     excess = do @ v.T - D
@@ -91,6 +91,7 @@ class _Sum:
             self.total[...] = 0
 
     def add(self, key, tile):
+        "One tile's part, at `key`."
         if self.once:
             tile = _fold(tile, tile.shape[-self.total.ndim :])
         else:
@@ -160,11 +161,11 @@ def _keys_outside(call, per_row, sums, head, segment, block_q, block_kv):
         )
         for rows in seen:
             row = _load_rows(call, per_row, head, rows)
-            where = head, rows, cols, stripe
-            dq, k, v, dlogits = _tile(call, where, row, key)
+            place = head, rows, cols, stripe
+            dq, dk_part, dv_part, dlogits = _tile(call, place, row, key)
             _add_rows(call, sums, head, rows, dq)
-            _add_bias(call, sums, *where[:3], dlogits)
-            dk, dv = dk + k, dv + v
+            _add_bias(call, sums, *place[:3], dlogits)
+            dk, dv = dk + dk_part, dv + dv_part
         _add_keys(call, sums, head, cols, dk, dv)
 
 # %% ../nbs/10_backward.ipynb #queries-outside
@@ -179,11 +180,11 @@ def _queries_outside(call, per_row, sums, head, segment, block_q, block_kv):
         dq = np.zeros((call.group, n, call.q.shape[-1]), call.work)
         for cols in seen:
             key = _load_keys(call, head, cols)
-            where = head, rows, cols, stripe
-            q, dk, dv, dlogits = _tile(call, where, row, key)
+            place = head, rows, cols, stripe
+            dq_part, dk, dv, dlogits = _tile(call, place, row, key)
             _add_keys(call, sums, head, cols, dk, dv)
-            _add_bias(call, sums, *where[:3], dlogits)
-            dq = dq + q
+            _add_bias(call, sums, *place[:3], dlogits)
+            dq = dq + dq_part
         _add_rows(call, sums, head, rows, dq)
 
 # %% ../nbs/10_backward.ipynb #row-sums

@@ -18,7 +18,7 @@ from .traffic import Problem, compulsory_bytes, flash_bytes, flops
 def runs(
     cols: slice,  # of the key axis
     splits: int,  # >= 1
-) -> list:  # of slices; some are empty if there are more than keys
+) -> list:  # of slices, some empty if there are more runs than keys
     "The keys in as many runs, as equal as possible."
     n = cols.stop - cols.start
     ends = [cols.start + n * i // splits for i in range(splits + 1)]
