@@ -13,6 +13,7 @@ PYTHON := $(firstword $(FOUND))
 READY := .venv/ready-$(lastword $(FOUND))
 
 UV_VERSION := 0.13.9
+TORCH := torch==2.13.0+cpu
 SITE := _site/_build/html
 NOTEBOOKS = $(wildcard nbs/*.ipynb)
 
@@ -26,15 +27,16 @@ BUILD = rm -rf _site && jupyter-book build -q . --config book/_config.yml --toc 
 NBVAL = pytest -n 2 --dist loadfile --nbval --nbval-current-env \
         --nbval-cell-timeout 120 --nbval-sanitize-with nbval_sanitize.cfg -p no:cacheprovider nbs
 PYTEST = pytest -p no:cacheprovider
+GRID ?= 1
 
 # $(call step,heading,command): a heading, the command, the time it took.
 step = @echo; echo "== $(1)"; t=$$(date +%s); $(2) || exit 1; \
        echo "-- $$(( $$(date +%s) - t )) s"
 
-.PHONY: help book test bench notebooks clean setup sync nbval unit site browser
+.PHONY: help book test test-all bench mutants notebooks clean setup sync nbval unit site browser
 
 help: ## print this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
 	@echo "Steps of make test, each by itself: make sync nbval unit site browser"
 
 book: setup site ## build the book
@@ -42,8 +44,15 @@ book: setup site ## build the book
 
 test: setup sync nbval unit site browser ## run every check, as CI does
 
+test-all: setup ## run the whole grid against PyTorch, which takes hours; GRID=0.005 is a sample
+	$(call step,grid against PyTorch,OMP_NUM_THREADS=1 FLASHLIT_GRID=$(GRID) \
+	  $(PYTEST) -vv -rs -n auto --dist worksteal tests/test_torch.py)
+
 bench: setup ## run the benchmarks
 	@set -e; for f in $(wildcard tests/bench_*.py); do echo; echo "== $$f"; python $$f; done
+
+mutants: setup ## plant every fault of the museum: the tests must turn red
+	$(call step,faults planted in copies of the package,python tests/mutants.py)
 
 notebooks: setup ## run all notebooks in place, clean them, export the package
 	nbdev_clean && nbdev_export
@@ -63,7 +72,7 @@ nbval: setup
 	$(call step,notebooks run and give their stored outputs,$(NBVAL))
 
 unit: setup
-	$(call step,tests of the package,$(PYTEST) -n 2 --dist loadfile tests \
+	$(call step,tests of the package,$(PYTEST) -rs -n 2 --dist worksteal tests \
 	  --ignore tests/test_sync.py --ignore tests/test_book.py)
 
 site: setup
@@ -82,5 +91,7 @@ $(READY): pyproject.toml constraints.txt
 	@echo "== set-up with $(PYTHON)"
 	@test -x .uv/bin/uv || { "$(PYTHON)" -m venv .uv && .uv/bin/pip install -q uv==$(UV_VERSION); }
 	@.uv/bin/uv venv -q --clear -p "$(PYTHON)" .venv
-	@.uv/bin/uv pip install -q -p .venv/bin/python -c constraints.txt -e '.[dev]'
+	@.uv/bin/uv pip install -q -p .venv/bin/python -c constraints.txt -e '.[dev,peers]'
+	@.uv/bin/pip --python .venv/bin/python install -q -c constraints.txt $(TORCH) 2>/dev/null || \
+	  echo "No $(TORCH) for this Python: the tests that compare with PyTorch will be skipped."
 	@touch $@

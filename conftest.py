@@ -5,10 +5,14 @@ takes a cell without one for a cell that was never run: zero stands for "run, co
 not kept". A picture comes with a text that holds its size in dots, which is neither
 stored nor compared. And two kernels that start at once may pick the same port, of
 which one dies: a kernel that never came up is started once more.
+
+A cell tagged `needs-torch` is skipped where PyTorch is not installed.
 """
 from functools import wraps
+from importlib.util import find_spec
 
 import nbval.kernel
+import pytest
 
 
 def pytest_collection_modifyitems(items):
@@ -19,6 +23,8 @@ def pytest_collection_modifyitems(items):
         if cell.get("execution_count", 0) is None:
             cell["execution_count"] = 0
         item.compare_outputs = without_picture_text(item.compare_outputs)
+        if "needs-torch" in cell.metadata.get("tags", ()) and not find_spec("torch"):
+            item.add_marker(pytest.mark.skip(reason="torch is not installed"))
 
 
 def without_picture_text(compare):

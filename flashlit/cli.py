@@ -20,6 +20,8 @@ import textwrap
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 import numpy as np
@@ -29,6 +31,7 @@ from .hbm import HBM, Meter
 from .model import report
 from .naive import attention
 from .roofline import DEVICES, gpu_rows, need, peak
+from .testing import FEATURES, LAYOUTS, OPTIONS, Report, check
 from .tiled import flash_attention
 from .traffic import ITEM_BYTES, Problem
 from .traffic import compulsory_bytes, flash_bytes, standard_bytes
@@ -147,6 +150,7 @@ class _Command(NamedTuple):
     value: Callable  # args -> what --json prints
     text: Callable  # (args, value) -> what people read
     draw: Callable | None = None  # (axes, value) -> None, where it draws
+    status: Callable = lambda value: 0  # value -> the exit status
 
 
 _COMMANDS = {}  # name -> _Command; the sections below fill it
@@ -229,6 +233,7 @@ def _run(args):
             stack.enter_context(_replacing(args, *file))
     if args.out is None:
         print(text)
+    return command.status(value)
 
 
 def _json(value):
@@ -269,10 +274,9 @@ def _dispatch(argv):
     parser = _parser()
     try:
         args = parser.parse_args(argv)
-        _run(args) if args.command else parser.print_help()
+        return _run(args) if args.command else parser.print_help() or 0
     except SystemExit as end:  # argparse has said why
         return end.code
-    return 0
 
 # %% ../nbs/cli.ipynb #mute
 def _mute(error):
@@ -613,4 +617,70 @@ def _devices_text(args, rows):
 _COMMANDS["devices"] = _Command(
     "List the devices and what they can do.",
     lambda parser: None, lambda args: list(gpu_rows()), _devices_text,
+)
+
+# %% ../nbs/cli.ipynb #check
+def _function(args):
+    "What `module:function` names."
+    module, _, name = args.target.partition(":")
+    try:
+        if not name:
+            raise ImportError("a colon and a name are missing")
+        if os.getcwd() not in sys.path:
+            sys.path.insert(0, os.getcwd())
+        return attrgetter(name)(import_module(module))
+    except Exception as error:  # whatever a module may raise
+        why = f"{type(error).__name__}: {error}"
+        said = f"a module:function that can be imported, not {args.target!r}"
+        _refuse(args, "target", f"{said} ({why})")
+
+
+def _check(args):
+    "The report on one function, as plain data."
+    fn = _function(args)
+    supports = None if args.supports is None else set(args.supports)
+    try:
+        report = check(
+            fn, kind=args.kind, layout=args.layout, heads=args.heads,
+            supports=supports, lacks=set(args.lacks),
+            causal_align=args.causal_align,
+        )
+    except (TypeError, ValueError) as error:
+        _refuse(args, "target", error)
+    return report.as_dict()
+
+# %% ../nbs/cli.ipynb #check-command
+def _names(allowed, text):
+    "Some of the allowed names, with commas between."
+    return [_one_of(allowed, name) for name in text.split(",") if name]
+
+
+def _check_options(parser):
+    "What is judged, and what it can do."
+    parser.add_argument("target", metavar="module:function",
+                        help="what is judged")
+    for option, allowed, said in (
+        ("--kind", ("attention", "vjp", "merge", "pairs"), "of the function"),
+        ("--layout", tuple(LAYOUTS), "of its arrays"),
+        ("--causal-align", ("top_left", "bottom_right"),
+         "its rule, if it takes no align"),
+    ):
+        parser.add_argument(option, type=partial(_one_of, allowed),
+                            metavar="NAME",
+                            help=f"{said}: {', '.join(allowed)}")
+    for option, allowed, said in (
+        ("--supports", OPTIONS, "options it takes (default: its signature)"),
+        ("--lacks", OPTIONS + FEATURES, "what else it does without"),
+    ):
+        parser.add_argument(option, type=partial(_names, allowed),
+                            metavar="A,B", help=said)
+    parser.add_argument("--heads", type=partial(_whole, most=1024),
+                        metavar="N", help="query heads, if they are fixed")
+    parser.set_defaults(kind="attention", layout="bhsd", lacks=[])
+
+
+_COMMANDS["check"] = _Command(
+    "Judge an attention function of yours.",
+    _check_options, _check, lambda args, value: str(Report.of(value)),
+    status=lambda value: int(not value["ok"]),
 )

@@ -1,10 +1,11 @@
-"""The two paths under the strictest NumPy there is, and inputs to give them."""
+"""All paths under the strictest NumPy there is, and inputs to give them."""
 import warnings
 from functools import partial, wraps
 
 import ml_dtypes
 import numpy as np
 
+from flashlit import backward, decode
 from flashlit import naive as naive_module
 from flashlit import online, tiled as tiled_module
 from oracle import largest, oracle, plain, within
@@ -33,13 +34,24 @@ def strict(f):
 
 naive = strict(naive_module.attention)
 tiled = strict(tiled_module.flash_attention)
+split = strict(decode.decode_attention)
 merge = strict(online.merge)
+
+
+@strict
+def vjp(q, k, v, do, dlse=None, order="keys", **options):
+    """(o, lse) and the gradients."""
+    got, pullback = backward.flash_attention_vjp(q, k, v, **options)
+    return got, pullback(do, dlse, order=order)
+
 
 TILES = [(1, 1), (2, 3), (3, 2), (5, 1), (16, 5), (1000, 1000), (None, None)]
 PATHS = {"naive": naive} | {
     f"tiles {q} x {kv}": partial(tiled, block_q=q, block_kv=kv) for q, kv in TILES
-}
-FEW = {name: PATHS[name] for name in ("naive", "tiles 1 x 1", "tiles 3 x 2", "tiles None x None")}
+} | {f"splits {n}": partial(split, splits=n) for n in (1, 3)}
+FEW = {name: PATHS[name] for name in (
+    "naive", "tiles 1 x 1", "tiles 3 x 2", "tiles None x None", "splits 3"
+)}  # fmt: skip
 
 
 def normal(shape, dtype="float64", seed=0):

@@ -25,10 +25,26 @@ def sees(i, j, seq_q, seq_kv, causal=False, window=None, align=None):
     )
 
 
-def visible(seq_q, seq_kv, **band):
-    """The same for all pairs: (seq_q, seq_kv) bool."""
-    table = [[sees(i, j, seq_q, seq_kv, **band) for j in range(seq_kv)] for i in range(seq_q)]
-    return np.array(table, bool).reshape(seq_q, seq_kv)
+def document(shape, rows, cols, band):
+    """A table of that shape, False but where a query of `rows` sees a key of `cols`."""
+    table = np.zeros(shape, bool)
+    for i in range(*rows):
+        for j in range(*cols):
+            own = i - rows[0], j - cols[0], rows[1] - rows[0], cols[1] - cols[0]
+            table[i, j] = sees(*own, **band)
+    return table
+
+
+def visible(seq_q, seq_kv, *, kv_lengths=None, cu_seqlens_q=None, cu_seqlens_kv=None, **band):
+    """The same for all pairs: (seq_q, seq_kv) bool; with kv_lengths (..., 1, seq_q, seq_kv)."""
+    shape = seq_q, seq_kv
+    if kv_lengths is not None:
+        tables = [document(shape, (0, seq_q), (0, int(m)), band) for m in np.ravel(kv_lengths)]
+        return np.reshape(np.array(tables, bool), (*np.shape(kv_lengths), 1, *shape))
+    if cu_seqlens_q is None:
+        return document(shape, (0, seq_q), (0, seq_kv), band)
+    parts = zip(zip(cu_seqlens_q, cu_seqlens_q[1:]), zip(cu_seqlens_kv, cu_seqlens_kv[1:]))
+    return np.any([np.zeros(shape, bool), *(document(shape, *part, band) for part in parts)], axis=0)
 
 
 def whole(q, k, v, mask, bias):
@@ -45,9 +61,12 @@ def whole(q, k, v, mask, bias):
     return q, k, v, mask, bias
 
 
-def row(q, k, v, shown, bias, scale, softcap):
+def row(q, k, v, shown, bias, sink, scale, softcap):
     """One query against the keys it is shown: its output and log-sum-exp."""
     logits, values = [], []
+    if sink != -INF:  # one more logit, and a value of zeros
+        logits.append(sink)
+        values.append(np.zeros(v.shape[-1], np.longdouble))
     for j in range(len(k)):
         if not shown[j] or bias[j] == -INF:
             continue  # hidden: what the key and the value hold is never looked at
@@ -69,24 +88,25 @@ def row(q, k, v, shown, bias, scale, softcap):
     return o / total, top + np.log(total)
 
 
-def oracle(q, k, v, *, mask=None, bias=None, softcap=None, scale=None, **band):
+def oracle(q, k, v, *, mask=None, bias=None, sinks=None, softcap=None, scale=None, **position):
     """o and lse in np.longdouble, row by row."""
     flat = max(np.ndim(x) for x in (q, k, v)) == 2
     q, k, v, mask, bias = whole(wide(q), wide(k), wide(v), mask, bias)
     n, m = q.shape[-2], k.shape[-2]
     scale = 1 / np.sqrt(np.longdouble(q.shape[-1])) if scale is None else np.longdouble(scale)
     softcap = None if softcap is None else np.longdouble(softcap)
-    shown = mask & visible(n, m, **band)
+    shown = mask & visible(n, m, **position)
+    sinks = np.full(q.shape[-3], -INF) if sinks is None else wide(sinks)
     o = np.zeros((*q.shape[:-1], v.shape[-1]), np.longdouble)
     lse = np.zeros(q.shape[:-1], np.longdouble)
     with np.errstate(all="ignore"):
         for at in np.ndindex(q.shape[:-1]):
-            head = at[:-1]
-            o[at], lse[at] = row(q[at], k[head], v[head], shown[at], bias[at], scale, softcap)
+            head, sink = at[:-1], sinks[at[-2]]
+            o[at], lse[at] = row(q[at], k[head], v[head], shown[at], bias[at], sink, scale, softcap)
     return (o[0], lse[0]) if flat else (o, lse)
 
 
-def plain(dtype, q, k, v, *, mask=None, bias=None, softcap=None, scale=None, **band):
+def plain(dtype, q, k, v, *, mask=None, bias=None, sinks=None, softcap=None, scale=None, **position):
     """o and lse by the equation, every step rounded to dtype: the `low` of the stick."""
     flat = max(np.ndim(x) for x in (q, k, v)) == 2
     work = np.float64 if np.dtype(dtype) == np.float64 else np.float32
@@ -101,10 +121,12 @@ def plain(dtype, q, k, v, *, mask=None, bias=None, softcap=None, scale=None, **b
         if softcap is not None:
             s = rounded(softcap * np.tanh(s.astype(np.float64) / softcap))
         s = rounded(s + bias.astype(work))
-        s = np.where(mask & visible(*s.shape[-2:], **band), s, -np.inf)
-        top = s.max(-1, keepdims=True, initial=-np.inf)
-        p = rounded(np.exp(rounded(s - np.where(top == -np.inf, 0, top))))
-        total = rounded(p.sum(-1, keepdims=True))
+        s = np.where(mask & visible(*s.shape[-2:], **position), s, -np.inf)
+        sink = -np.inf if sinks is None else rounded(sinks)[:, None, None]
+        top = np.maximum(s.max(-1, keepdims=True, initial=-np.inf), sink)
+        base = np.where(top == -np.inf, 0, top)
+        p = rounded(np.exp(rounded(s - base)))
+        total = rounded(p.sum(-1, keepdims=True) + np.exp(rounded(sink - base)))
         o = rounded(rounded(p / np.where(total == 0, 1, total)) @ v)
         lse = rounded(top + rounded(np.log(total)))[..., 0]
     return (o[0], lse[0]) if flat else (o, lse)
@@ -128,7 +150,7 @@ def limit(dtype, ref, low, size=1.0):
 def within(x, ref, low=None, size=1.0):
     """Whether x is as close to ref as it must be; size is max|v| (only float64 asks)."""
     x, ref = np.asarray(x), np.asarray(ref)
-    low = x if low is None else low
+    low = ref if low is None else low  # then nothing is allowed but the noise of the type
     if x.shape != ref.shape:
         return False
     odd = ~np.isfinite(ref)

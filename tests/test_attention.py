@@ -215,3 +215,11 @@ def test_out_may_be_a_view(path):
 def test_first_causal_row_is_the_first_value(path):
     q, k, v = qkv(6, 6)
     assert np.array_equal(FEW[path](q, k, v, causal=True)[0], v[0])
+
+
+def test_a_hidden_tile_leaves_no_maximum_behind():
+    """A row sees nothing in its first tiles, and then logits far below zero."""
+    q, k, v = np.ones((1, 1)), np.full((5, 1), -1000.0), np.arange(5.0)[:, None]
+    for path in PATHS.values():
+        o, lse = path(q, k, v, scale=1, mask=np.arange(5) > 2, return_lse=True)
+        np.testing.assert_allclose((o[0, 0], lse[0]), (3.5, np.log(2) - 1000), rtol=1e-14)

@@ -1,26 +1,36 @@
 """Faults reported in public against other implementations, by their names in cases.jsonl.
 
 A case is a small function of one path; it returns pairs (got, expected), which
-must agree to 1e-14 (times the size given third), or asserts on its own.
+must agree to 1e-14 (times the size given third), or asserts on its own. A gradient
+is one of an order of the loops instead.
 """
+import inspect
+import json
+import re
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from helpers import FEW, agree, check, merge, naive, normal, qkv, same, tiled
+import flashlit
+from flashlit.backward import flash_attention_vjp
+from flashlit.decode import decode_attention
+from flashlit.variants import alibi_slopes
+from helpers import FEW, agree, check, merge, naive, normal, qkv, same, tiled, vjp
 from oracle import oracle, within
 
 INF = np.inf
 LN = np.log
-CASES = {}
+CASES, GRADIENTS = {}, {}
+ROOT = Path(__file__).parents[1]
 
 
-def case(name):
+def case(name, table=CASES):
     """Enters a function into the table."""
 
     def enter(f):
-        CASES[name] = f
+        table[name] = f
         return f
 
     return enter
@@ -126,6 +136,13 @@ def _(path):
 @case("mask-28")
 def _(path):
     return [(flat(path, 1, [1, 2], mask=np.array([True, False]))[0], [1])]
+
+
+@case("mask-30")
+def _(path):
+    q, k = np.zeros((2, 1, 1, 1)), np.zeros((2, 1, 4, 1))
+    v = np.broadcast_to(np.arange(1.0, 5)[:, None], k.shape)
+    return [(path(q, k, v, kv_lengths=np.array([2, 4])).ravel(), [1.5, 2.5])]
 
 
 # numbers
@@ -314,6 +331,18 @@ def _(path):
         same([path(*(x[b : b + 1] for x in (q, k, v)))], [o[b : b + 1]])
 
 
+@case("lse-11")
+def _(path):
+    eight = 0.5 ** np.arange(1, 9)
+    same([alibi_slopes(8)], [eight])
+    same([alibi_slopes(3)], [np.array([2.0**-4, 2.0**-8, 2.0**-2])])
+    yield alibi_slopes(12), np.append(eight, 0.5 ** np.array([0.5, 1.5, 2.5, 3.5]))
+    q, k = np.zeros((3, 1, 1)), np.zeros((3, 2, 1))  # and what they do as a bias
+    bias = -alibi_slopes(3)[:, None, None] * np.array([0, 1])
+    lse = path(q, k, k, bias=bias, return_lse=True)[1]
+    yield lse[:, 0], np.log1p(np.exp(-alibi_slopes(3)))
+
+
 # types
 
 
@@ -368,3 +397,73 @@ def _(path):
 def test_case(name, path):
     for got, expected, *size in CASES[name](path) or ():
         agree([got], [np.array(expected)], *size)
+
+
+# gradients
+
+
+def slopes(order, k, v, do, dlse=None, **options):
+    """Gradients for one query of 1, keys and values of width 1."""
+    k, v = (np.array(x, float)[:, None] for x in (k, v))
+    dlse = None if dlse is None else np.array([dlse])
+    grads = vjp(np.ones((1, 1)), k, v, np.array([[do]]), dlse, order, scale=1, **options)[1]
+    return grads.q.ravel(), grads.k.ravel(), grads.v.ravel()
+
+
+@case("bwd-02", GRADIENTS)
+def _(order):
+    dq, dk, _ = slopes(order, [3, 0], [1, 0], 1.0, softcap=2)
+    assert np.abs(dq - 0.0655061).max() < 1e-7
+    assert np.abs(dk - [0.0218354, -0.1208333]).max() < 1e-7
+
+
+@case("bwd-05", GRADIENTS)
+def _(order):
+    dq, dk, dv = slopes(order, [2, 0], [0, 0], 0.0, 1.0)
+    p = 1 / (1 + np.exp(-2))
+    return (dq, [2 * p]), (dk, [p, 1 - p]), (dv, [0, 0])
+
+
+@case("bwd-06", GRADIENTS)
+def _(order):
+    q, k = np.zeros((4, 1, 3)), np.zeros((2, 2, 3))
+    grads = vjp(q, k, k, np.ones(q.shape), None, order)[1]
+    return (grads.v, np.ones(k.shape)), (grads.k, np.zeros(k.shape)), (grads.q, np.zeros(q.shape))
+
+
+@case("bwd-08", GRADIENTS)
+def _(order):
+    """Dropout would have to be scaled by 1 / (1 - p): there is none, in any door."""
+    for door in (flashlit.attention, flashlit.flash_attention, decode_attention, flash_attention_vjp):
+        assert not [x for x in inspect.signature(door).parameters if "drop" in x]
+        with pytest.raises(TypeError, match="dropout"):
+            door(*qkv(2, 2), dropout=0.25)
+
+
+@pytest.mark.parametrize("order", ["keys", "queries"])
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradient(name, order):
+    for got, expected, *size in GRADIENTS[name](order) or ():
+        agree([got], [np.array(expected)], *size)
+
+
+def test_05():
+    """Whatever a notebook prints is rounded: no number of more than ten digits."""
+    for book in sorted(ROOT.glob("nbs/*.ipynb")):
+        for cell in json.loads(book.read_text(encoding="utf-8"))["cells"]:
+            for output in cell.get("outputs", []):
+                text = "".join([*output.get("text", ""), *output.get("data", {}).get("text/plain", "")])
+                digits = [len(a.lstrip("0") + b) for a, b in re.findall(r"(\d+)\.(\d+)", text)]
+                assert max(digits, default=0) <= 10, (book.name, cell["id"], text)
+
+
+ALL = """
+    mask-01 mask-05 mask-06 mask-08 mask-11 mask-12 mask-13 mask-14 mask-21 mask-22 mask-24 mask-26
+    mask-27 mask-28 mask-30 num-02 num-03 num-04 num-05 num-06 num-08 num-09 num-11 num-12 num-16
+    gqa-01 gqa-04 lse-03 lse-04 lse-08 lse-09 lse-10 lse-11 shape-05 shape-06 shape-09 shape-10
+    shape-11 shape-12 dtype-02 dtype-03 dtype-04 bwd-02 bwd-05 bwd-06 bwd-08 test-01 test-04 test-05
+"""
+
+
+def test_every_case_on_attention_and_testing_is_here():
+    assert sorted([*CASES, *GRADIENTS, "test-05"]) == sorted(ALL.split())

@@ -30,6 +30,10 @@ ARROWS = {  # what a module may import from its own package
     "roofline": {"draw"},
     "model": {"roofline", "traffic"},
     "variants": {"scores", "traffic"},
+    "backward": {"inputs", "naive", "online", "scores", "tiled", "traffic"},
+    "decode": {"inputs", "online", "scores", "tiled", "traffic"},
+    "testing": set(),
+    "museum": set(),
     "cli": ANY,
 }
 HANDED_OUT = ["attention", "flash_attention", "merge", "Problem", "DEVICES", "estimate"]

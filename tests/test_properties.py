@@ -1,13 +1,19 @@
 """What holds for every input, on examples that Hypothesis makes up."""
+from functools import partial
+
 import numpy as np
-from hypothesis import given
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers import DTYPES, agree, check, naive, normal, qkv, same, tiled
-from oracle import visible
+from helpers import DTYPES, agree, naive, normal, qkv, same, split, tiled, vjp
+from oracle import largest, oracle, plain, visible, within
+from oracle_grad import oracle_vjp
 from flashlit.scores import Band, pairs
 
 SIZES = st.integers(0, 9)
+SOME = st.sampled_from([2, 3, 4, 5, 6, 7, 8, 9, 1, 0])  # the same, 0 no more often than 9
+FEWER = st.sampled_from([2, 3, 4, 5, 6, 1, 0])  # the slow gradients need short rows
 ALIGNS = st.sampled_from(["bottom_right", "top_left"]) | st.integers(-4, 4)
 BOUNDS = st.none() | st.integers(0, 4)
 BANDS = st.fixed_dictionaries(
@@ -15,26 +21,76 @@ BANDS = st.fixed_dictionaries(
 )
 SHAPES = st.tuples(SIZES, SIZES)
 BLOCKS = st.fixed_dictionaries({x: st.integers(1, 11) for x in ("block_q", "block_kv")})
+POSITION = {"causal", "window", "align", "kv_lengths", "cu_seqlens_q", "cu_seqlens_kv"}
+KINDS = ["matrices", "heads", "batch", "kv_lengths", "packed"]
 
 
 @st.composite
-def calls(draw, dtypes=("float64",), spoil=True):
+def shapes(draw, kind):
+    """Batch and heads of q, of k, of v and of the scores."""
+    kv_heads = draw(st.integers(1, 2))
+    heads = kv_heads * draw(st.integers(1, 3))
+    if kind == "packed":
+        kind = draw(st.sampled_from(KINDS[:2]))
+    if kind == "kv_lengths":
+        kind = draw(st.sampled_from(KINDS[:3]))
+    if kind != "batch":
+        lead, kv_lead = ((heads,), (kv_heads,)) if kind == "heads" else ((), ())
+        return lead, kv_lead, kv_lead, lead
+    some = st.sampled_from([(), (1,), (2,), (2, 1), (1, 2)])  # axes of length 1 broadcast
+    q, k, v = draw(st.tuples(some, some, some))
+    return (*q, heads), (*k, kv_heads), (*v, kv_heads), (*np.broadcast_shapes(q, k, v), heads)
+
+
+@st.composite
+def offsets(draw, total, documents):
+    """Where packed documents, empty ones too, begin and end."""
+    inner = draw(st.lists(st.integers(0, total), min_size=documents - 1, max_size=documents - 1))
+    return np.array([0, *sorted(inner), total], np.int32)
+
+
+@st.composite
+def lengths(draw, kind, lead, n, m):
+    """What a call says of its lengths."""
+    if kind == "packed":
+        documents = draw(st.integers(1, 3))
+        return {
+            "cu_seqlens_q": draw(offsets(n, documents)),
+            "cu_seqlens_kv": draw(offsets(m, documents)),
+        }
+    if kind == "kv_lengths":
+        batch = lead[:-1][draw(st.integers(0, len(lead))) :]
+        shape = [draw(st.sampled_from([1, x])) for x in batch]
+        size = int(np.prod(shape))
+        some = draw(st.lists(st.integers(0, m), min_size=size, max_size=size))
+        return {"kv_lengths": np.array(some, int).reshape(shape)}
+    return {}
+
+
+@st.composite
+def poisoned(draw, x):
+    """x with NaN or inf in one of its places, or in a row of them."""
+    at = tuple(draw(st.integers(0, size - 1)) for size in x.shape)
+    x[at if draw(st.booleans()) else at[:-1]] = draw(st.sampled_from([np.nan, np.inf, -np.inf]))
+    return x
+
+
+@st.composite
+def calls(draw, kinds=KINDS, dtypes=("float64",), spoil=True, sizes=SOME):
     """q, k, v and every option at once."""
-    n, m = draw(SHAPES)
-    group, kv_heads = draw(st.integers(1, 3)), draw(st.integers(1, 2))
-    lead, kv_lead = draw(
-        st.sampled_from([
-            ((), ()),
-            ((group * kv_heads,), (kv_heads,)),
-            ((2, group * kv_heads), (1, kv_heads)),
-        ])
-    )  # fmt: skip
-    dtype, seed = draw(st.sampled_from(dtypes)), draw(st.integers(0, 10**6))
-    q, k, v = qkv(n, m, draw(st.integers(1, 4)), draw(st.integers(0, 3)), lead, kv_lead, dtype, seed)
-    options = draw(BANDS) | {
+    kind, dtype = draw(st.sampled_from(kinds)), draw(st.sampled_from(dtypes))
+    seed = draw(st.integers(0, 10**6))
+    n, m = draw(st.tuples(sizes, sizes))
+    d, dv = draw(st.integers(1, 4)), draw(st.integers(0, 3))
+    *leads, lead = draw(shapes(kind))
+    sizes = [(n, d), (m, d), (m, dv)]
+    q, k, v = (normal((*x, *y), dtype, [seed, i]) for i, (x, y) in enumerate(zip(leads, sizes)))
+    options = draw(BANDS) | draw(lengths(kind, lead, n, m)) | {
         "softcap": draw(st.none() | st.sampled_from([0.5, 3.0, 50.0])),
         "scale": draw(st.none() | st.sampled_from([0.0, -0.7, 1.0, 5.0])),
-    }
+    }  # fmt: skip
+    if kind in KINDS[:3] and n == m and draw(st.booleans()):
+        options["align"] = None
     shape = (*lead, n, m)
     over = shape[draw(st.integers(0, len(shape))) :]
     over = tuple(draw(st.sampled_from([1, x])) for x in over)
@@ -44,20 +100,57 @@ def calls(draw, dtypes=("float64",), spoil=True):
         options["bias"] = np.asarray(normal(over, dtype, seed=seed + 1))
         if draw(st.booleans()) and not dtype.startswith("float8"):
             options["bias"] = np.where(options["bias"] < 0, -np.inf, options["bias"]).astype(DTYPES[dtype])
-    if spoil and m and draw(st.booleans()):  # NaN or inf in one key or value
-        x, j = draw(st.sampled_from([k, v])), draw(st.integers(0, m - 1))
-        x[..., j, :] = draw(st.sampled_from([np.nan, np.inf]))
+    if draw(st.booleans()):
+        options["sinks"] = normal((1, *lead)[-1:], draw(st.sampled_from([dtype, "float32"])), seed + 2)
+        if draw(st.booleans()) and not dtype.startswith("float8"):
+            options["sinks"][-1] = -np.inf
+    if spoil:
+        for x in (q, k, v, options.get("bias", np.zeros(()))):
+            if x.size and draw(st.integers(0, 3)) == 0:
+                draw(poisoned(x))
+    for x in (q, k, v, *options.values()):
+        if isinstance(x, np.ndarray):
+            x.flags.writeable = False  # nothing is ever written to
     return (q, k, v), options
 
 
-@given(calls(), BLOCKS)
-def test_both_paths_are_the_oracle(call, blocks):
-    given_, options = call
-    check(naive(*given_, return_lse=True, **options), *given_, **options)
-    check(tiled(*given_, return_lse=True, **blocks, **options), *given_, **options)
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=1000)
+@given(st.data(), BLOCKS)
+def test_every_option_at_once(kind, data, blocks):
+    """5,000 combinations through every path, against loops in extended precision."""
+    given_, options = data.draw(calls([kind]))
+    refs, lows = oracle(*given_, **options), plain(np.float64, *given_, **options)
+    sizes = largest(given_[2]), largest(refs[1])
+    splits = data.draw(st.integers(1, 11))
+    paths = {"naive": naive, "tiled": partial(tiled, **blocks), "split": partial(split, splits=splits)}
+    for name, path in paths.items():
+        got = path(*given_, return_lse=True, **options)
+        for x, ref, low, size in zip(got, refs, lows, sizes, strict=True):
+            assert within(x, ref, low, size), f"{name}: got {x!r}, expected {ref!r}"
 
 
-@given(calls(["float32", "float16", "bfloat16", "float8_e4m3fn"], spoil=False), BLOCKS)
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=1000)
+@given(st.data(), BLOCKS, st.sampled_from(["keys", "queries"]))
+def test_gradients_of_every_option_at_once(kind, data, blocks, order):
+    """5,000 combinations backward; what is not finite is so in the same places."""
+    given_, options = data.draw(calls([kind], sizes=FEWER))
+    (o, lse), seed = naive(*given_, return_lse=True, **options), data.draw(st.integers(0, 10**6))
+    do, dlse = normal(o.shape, o.dtype, seed), normal(lse.shape, lse.dtype, seed + 1)
+    dlse = data.draw(st.sampled_from([dlse, None]))
+    (x, y), grads = vjp(*given_, do, dlse, order, **blocks, **options)
+    same((x, y), tiled(*given_, return_lse=True, **blocks, **options))
+    refs = {name: x for name, x in oracle_vjp(*given_, do, dlse, **options).items() if x is not None}
+    size = max(1, *map(largest, refs.values()))
+    for name, ref in refs.items():
+        x, finite = getattr(grads, name), np.isfinite(ref)
+        assert x.shape == ref.shape and np.array_equal(np.isfinite(x), finite), (name, x, ref)
+        error, reach = largest(x[finite] - ref[finite]), max(1e-13, np.finfo(x.dtype).eps)
+        assert error <= reach * size, f"d{name}: off by {error}; got {x!r}, expected {ref!r}"
+
+
+@given(calls(dtypes=["float32", "float16", "bfloat16", "float8_e4m3fn"], spoil=False), BLOCKS)
 def test_tiled_is_naive_in_every_type(call, blocks):
     given_, options = call
     o, lse = naive(*given_, return_lse=True, **options)
@@ -103,9 +196,9 @@ def test_a_hidden_key_changes_nothing(call, blocks, at, held):
     (q, k, v), options = call
     n, m = q.shape[-2], k.shape[-2]
     at = min(at, m)
-    shown = visible(n, m, **{x: options.pop(x) for x in ("causal", "window", "align")})
-    shape = (*np.broadcast_shapes(q.shape[:-2], k.shape[:-3] + (1,) * (k.ndim > 2)), n, m)
-    mask = np.broadcast_to(options.pop("mask", True), shape) & shown
+    shown = visible(n, m, **{x: options.pop(x) for x in POSITION & options.keys()})
+    shape = (*naive(q, k, v).shape[:-1], m)
+    mask = (np.broadcast_to(options.pop("mask", True), shape) & shown).reshape(shape)
     bias = np.broadcast_to(options.pop("bias", 0.0), shape)
     more = {
         "mask": np.insert(mask, at, False, axis=-1),
