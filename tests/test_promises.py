@@ -32,7 +32,8 @@ ARROWS = {  # what a module may import from its own package
     "variants": {"scores", "traffic"},
     "backward": {"inputs", "naive", "online", "scores", "tiled", "traffic"},
     "decode": {"inputs", "online", "scores", "tiled", "traffic"},
-    "testing": set(),
+    "cases": set(),
+    "testing": {"cases"},
     "museum": set(),
     "cli": ANY,
 }

@@ -181,8 +181,9 @@ def compare(c):
 # How far float64 may be off, as a share of the largest entry. Narrower types have the
 # measuring stick; what is given for them holds where the peer is exact by luck and the stick
 # too short: the gradient of a row with one key is 0 to autograd, which sees one probability
-# of 1, and the difference of two rounded dot products to the formula with D.
-FORWARD = {"float64": 1e-13, "float32": 2**-20, "float16": 2**-20, "bfloat16": 2**-20}
+# of 1, and the difference of two rounded dot products to the formula with D. A float32 dot
+# product of 256 terms may be three times as far off as another that adds them in other order.
+FORWARD = {"float64": 1e-13, "float32": 2**-19, "float16": 2**-20, "bfloat16": 2**-20}
 BACKWARD = {"float64": 1e-12, "float32": 2**-17, "float16": 2**-8, "bfloat16": 2**-5}
 
 
