@@ -13,6 +13,7 @@ from .online import merge
 from .scores import Band, clip
 from .tiled import BLOCK_KV, BLOCK_Q, attend_tile, block, tiles
 from .traffic import Problem, compulsory_bytes, flash_bytes, flops
+from .traffic import lse_item
 
 # %% ../nbs/11_decode.ipynb #runs
 def runs(
@@ -110,7 +111,7 @@ def decode_bytes(
     whole, splits = flash_bytes(p, lse=lse), block(splits, "splits", 1)
     if splits == 1:
         return whole
-    rows, state = p.batch * p.heads * p.seq_q, 8 if p.item == 8 else 4
+    rows, state = p.batch * p.heads * p.seq_q, lse_item(p)
     part = 2 * (p.value_dim + 1) * state  # written, then read
     return whole + rows * ((splits - 1) * p.head_dim * p.item + splits * part)
 

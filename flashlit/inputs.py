@@ -100,8 +100,9 @@ def _mask(mask, shape):
 
 def _of_type(x, name, dtype):
     "A floating array in q's type or in float32."
-    if x.dtype.name not in (dtype.name, "float32"):
-        raise TypeError(f"{name} is {dtype.name} or float32, not {x.dtype}")
+    allowed = [*dict.fromkeys((dtype.name, "float32"))]
+    if x.dtype.name not in allowed:
+        raise TypeError(f"{name} is {' or '.join(allowed)}, not {x.dtype}")
     return x
 
 
@@ -163,8 +164,12 @@ def _out(out, shape, dtype, inputs):
     inside = getattr(out, "_array", out)  # of metered memory
     if isinstance(inside, np.ma.MaskedArray) or not inside.flags.writeable:
         raise ValueError("out is read-only or masked; it must be writeable")
-    if any(step == 0 for step, n in zip(inside.strides, shape) if n > 1):
-        raise ValueError("out has entries that share memory; it must not")
+    reach = inside.itemsize  # bytes that the axes so far extend over
+    steps = zip(map(abs, inside.strides), shape)
+    for step, n in sorted((step, n) for step, n in steps if n > 1):
+        if step < reach:
+            raise ValueError("out has entries that share memory; it must not")
+        reach += (n - 1) * step
     for x in inputs:
         if x is not None and np.shares_memory(inside, getattr(x, "_array", x)):
             raise ValueError("out shares memory with an input; it must not")
@@ -191,7 +196,7 @@ def _kv_lengths(x, batch, seq_kv):
         got = f"{x.min()} to {x.max()}"
         raise ValueError(f"kv_lengths are 0 to seq_kv={seq_kv}, not {got}")
     try:
-        return np.broadcast_to(x, batch)
+        return np.broadcast_to(x, batch).copy()  # the caller's may change
     except ValueError:
         raise ValueError(
             "kv_lengths hold one length per batch entry; "

@@ -10,7 +10,8 @@ from dataclasses import replace
 from typing import NamedTuple
 import numpy as np
 from .roofline import Device, need, peak, ridge, si
-from .traffic import Problem, compulsory_bytes, flops, largest_block
+from .traffic import Problem, compulsory_bytes, crossing, flops
+from .traffic import largest_block
 from .traffic import score_count, standard_bytes, tile_bytes
 
 # %% ../nbs/08_model.ipynb #charged
@@ -74,7 +75,8 @@ def estimate(
         raise ValueError("an estimate is of lengths of at least 1")
     sram, bandwidth = need(device, "sram"), need(device, "bandwidth")
     tiled = compulsory_bytes(p)
-    naive = standard_bytes(p, fused=True, causal=count)
+    touches = standard_bytes(p, fused=True, causal=count)
+    naive = tiled + touches - crossing(p, p.seq_kv)  # S, written and read
     compute = flops(p, count) / peak(device, p.dtype)
     return Estimate(
         problem=p,

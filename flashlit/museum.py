@@ -584,7 +584,7 @@ _hang(
 
 # %% ../nbs/14_museum.ipynb #merging
 _hang(
-    "merging",
+    "merging and sinks",
     Exhibit(
         "merge-adds-lse", "merge", 15, "online",
         "logsumexp(L).astype(lse.dtype)",
@@ -613,7 +613,7 @@ _hang(
 
 # %% ../nbs/14_museum.ipynb #sinks
 _hang(
-    "merging",
+    "merging and sinks",
     Exhibit(
         "sink-in-every-split", "attention", 17, "decode",
         "sink=n == 0",

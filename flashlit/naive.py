@@ -103,13 +103,13 @@ def _read(matrix, head, x, segment, hidden):
 
 # %% ../nbs/02_naive.ipynb #weights
 def _weights(call, head, x):
-    "Probabilities, and the log-sum-exp if it is wanted; sinks take part."
+    "Probabilities of keys, of sinks, and the log-sum-exp if it is wanted."
     keys = x.shape[-1]
     if call.sinks is not None:  # one more column, without a value
         sink = np.broadcast_to(call.sink(head), (*x.shape[:-1], 1))
         x = np.concatenate([x, sink], -1)
-    lse = None if call.lse is None else logsumexp(x)
-    return softmax(x)[..., :keys], lse
+    p, lse = softmax(x), None if call.lse is None else logsumexp(x)
+    return p[..., :keys], p[..., keys:], lse
 
 
 def _attend_segment(call, head, segment, s, p):
@@ -119,10 +119,12 @@ def _attend_segment(call, head, segment, s, p):
     x = call.hide(call.scores(q, k), head, rows, cols, stripe)
     _write(s, head, x, segment)
     x = _read(s, head, x, segment, hidden=-np.inf)
-    w, lse = _weights(call, head, x)
+    w, none, lse = _weights(call, head, x)
     _write(p, head, w, segment)
     w = _read(p, head, w, segment, hidden=0)
-    call.store(head, rows, weigh(w, call.keys(call.v, head, cols), x), lse)
+    o = weigh(w, call.keys(call.v, head, cols), x)
+    o = o + 0 * none.sum(-1, keepdims=True)  # a NaN sink spoils its rows
+    call.store(head, rows, o, lse)
 
 # %% ../nbs/02_naive.ipynb #attention
 @np.errstate(all="ignore")

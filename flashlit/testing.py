@@ -87,7 +87,7 @@ def _call(fn, *args, **options):
         warnings.simplefilter("always")
         try:
             result = fn(*args, **options)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             text = " ".join(str(error).split())[:200]
             said = f"{type(error).__name__}: {text}"
             raise _Fault("an answer", said) from error
@@ -175,19 +175,21 @@ class _Asker:
                           arrays + mine)
 
 # %% ../nbs/13_testing.ipynb #refuser
+_DUE = "a ValueError or TypeError"
+
+
 class _Refuser(_Asker):
     "Where an error is due."
 
     def refuse(self, case):
         "A ValueError or TypeError is due."
-        expected = "a ValueError or TypeError"
         try:
             result = self.ask(case)
         except _Fault as fault:
             if isinstance(fault.__cause__, (ValueError, TypeError)):
                 return ""
-            raise _Fault(expected, fault.got) from None
-        raise _Fault(expected, f"an answer{self.followed(case, result)}")
+            raise _Fault(_DUE, fault.got) from None
+        raise _Fault(_DUE, f"an answer{self.followed(case, result)}")
 
     def followed(self, case, result):
         "Which alignment was silently taken, if the case lacks one."
@@ -213,7 +215,10 @@ class _Judge(_Refuser):
             return self.refuse(case)
         first = self.answer(self.ask(case), case)
         if case.how == "twice":
-            _same_bits(first, self.answer(self.ask(case), case))
+            kept = [x.copy() for x in first]
+            self.ask(replace(case, v=-case.v))  # a call of another kind
+            _same_bits(kept, first, "an answer that the next call leaves alone")
+            _same_bits(kept, self.answer(self.ask(case), case))
         if case.how == "alone":
             _same_bits([x[-1:] for x in first], self.alone(case),
                        "the bits that the entry has in its batch")
@@ -301,8 +306,8 @@ class _Findings(NamedTuple):
         for verdict in ("fail", "pass", "not asked"):
             found = [x for x in self.findings
                      if (x.clause, x.verdict) == (number, verdict)]
-            if found:
-                return min(found, key=lambda x: x.size)
+            if found:  # a wrong number says more than a missing refusal
+                return min(found, key=lambda x: (x.expected == _DUE, x.size))
         why = f"is not a question of kind {self.kind}"
         return Finding(number, "", "not asked", why)
 
@@ -394,6 +399,10 @@ def check(
         supports=(supports or (), OPTIONS), lacks=(lacks, OPTIONS + FEATURES),
         causal_align=({causal_align}, (None, "top_left", "bottom_right")),
     )  # fmt: skip
+    if heads is not None and (type(heads) is not int or heads < 1):
+        raise ValueError(f"heads is an integer >= 1 or None, not {heads!r}")
+    if {*EPS} <= set(lacks):
+        raise ValueError(f"lacks leaves no type to ask in, {', '.join(EPS)}")
     if layout == "bs(hd)" and not heads:
         raise ValueError("layout 'bs(hd)' needs heads, the number of q's heads")
     options = _signature(fn, kind) if supports is None else set(supports)

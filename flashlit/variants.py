@@ -8,7 +8,7 @@ __all__ = ['alibi_slopes', 'alibi_bias', 'TileCounts', 'tile_counts']
 # %% ../nbs/09_variants.ipynb #imports
 from typing import NamedTuple
 import numpy as np
-from .scores import clip, length
+from .scores import clip, is_integer, length
 from .traffic import Problem
 
 # %% ../nbs/09_variants.ipynb #slopes
@@ -16,7 +16,9 @@ def alibi_slopes(
     heads: int,  # H, any number >= 1
 ) -> np.ndarray:  # (H,) float64
     "The slopes of ALiBi: a geometric series, filled up between powers of two."
-    heads = length(heads, "heads", 1, whole=True)
+    if not is_integer(heads) or heads < 1:
+        raise TypeError(f"heads is an integer >= 1, not {heads!r}")
+    heads = int(heads)
     n = 1 << (heads.bit_length() - 1)  # the largest power of two <= H
     rates = np.arange(1, n + 1) / n
     more = np.arange(1, 2 * n, 2) / (2 * n)  # every other one of 2 n heads
@@ -31,6 +33,10 @@ def alibi_bias(
     dtype: np.dtype = np.float32,  # q's type or float32
 ) -> np.ndarray:  # (H, N_q, N_k)
     "-slope * |i + shift - j|, to be given as `bias`."
+    if not is_integer(shift):
+        raise TypeError(f"shift is an integer, not {shift!r}")
+    sizes = {"seq_q": seq_q, "seq_kv": seq_kv}
+    seq_q, seq_kv = (length(n, x, whole=True) for x, n in sizes.items())
     slopes = np.asarray(slopes, np.float64)
     if slopes.ndim != 1 or not np.isfinite(slopes).all():
         raise ValueError(f"slopes are (heads,) finite numbers, not {slopes}")
@@ -72,7 +78,7 @@ def tile_counts(
     touched = _tiles(*some, p.block_kv, m, inside=False)
     full = _tiles(*every, p.block_kv, m, inside=True)
     keys = np.minimum(touched[1] * p.block_kv, m) - touched[0] * p.block_kv
-    met = np.where(touched[1] > touched[0], end - top, 0) * keys
+    met = (end - top) * keys
     grid = len(top) * -(-m // p.block_kv)
     visits, whole = (int(clip(b - a, 0, m).sum()) for a, b in (touched, full))
     found = whole, visits - whole, grid - visits, int(met.sum())

@@ -698,3 +698,20 @@ def test_flops_are_two_and_a_half_times_forward():
         assert 2 * backward_flops(p) == 5 * flops(p)
     p = Problem(3, causal=True, head_dim=1)
     assert backward_flops(p, "half") == 4.5 * 2 * 5 and isinstance(backward_flops(p, "half"), int)
+
+
+def test_key_lengths_that_change_after_the_call_change_nothing():
+    q, k, v = qkv(3, 5, lead=(2, 1))
+    lengths = np.array([2, 5])
+    (o, _), pullback = backward.flash_attention_vjp(q, k, v, kv_lengths=lengths)
+    before = pullback(o)
+    lengths[:] = 0
+    assert all(np.array_equal(a, b) for a, b in zip(before[:3], pullback(o)[:3]))
+
+
+def test_the_gradient_of_a_large_sink_keeps_its_digits():
+    """Logits of 10,000 twice and a sink of 10,000: exp(sink - lse) needs what rounding takes from lse."""
+    q, k = np.full((1, 1, 1), 100, np.float32), np.full((1, 2, 1), 100, np.float32)
+    v = np.float32([[[1], [3]]])
+    (o, _), pullback = backward.flash_attention_vjp(q, k, v, scale=1.0, sinks=np.float32([1e4]))
+    np.testing.assert_allclose(pullback(np.ones_like(o)).sinks, [-4 / 9], rtol=1e-6)

@@ -1,4 +1,4 @@
-"""Faults reported in public against other implementations, by their names in cases.jsonl.
+"""Faults reported in public against other implementations, one test for each, by a short name.
 
 A case is a small function of one path; it returns pairs (got, expected), which
 must agree to 1e-14 (times the size given third), or asserts on its own. A gradient

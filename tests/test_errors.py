@@ -8,6 +8,7 @@ from flashlit.model import estimate
 from flashlit.roofline import DEVICES, Device, attainable, peak, ridge
 from flashlit.scores import Band, pairs
 from flashlit.traffic import Problem, flash_bytes, flops, standard_bytes
+from flashlit.variants import alibi_bias, alibi_slopes
 from helpers import DTYPES, FEW, merge, naive, normal, qkv, same, strict, tiled
 
 every_path = pytest.mark.parametrize("path", FEW.values(), ids=FEW)
@@ -389,3 +390,40 @@ def test_out_that_cannot_be_written_as_meant():
 @pytest.mark.parametrize("given", ["no", 1, None])
 def test_return_lse_is_true_or_false(given):
     refuses(TypeError, ["return_lse"], naive, *qkv(2, 2), return_lse=given)
+
+
+@every_path
+def test_out_whose_rows_overlap(path):
+    q, k, v = qkv(4, 4)
+    room = np.zeros(64)
+    out = np.lib.stride_tricks.as_strided(room, (4, 4), (16, 8))
+    refuses(ValueError, ["out", "share memory"], path, q, k, v, out=out)
+    assert not room.any()
+
+
+BAD_ALIBI = {
+    "heads": (TypeError, ["heads", "[4]"], lambda: alibi_slopes([4])),
+    "no heads": (TypeError, ["heads", "0"], lambda: alibi_slopes(0)),
+    "slopes of one number": (ValueError, ["slopes", "(heads,)"], lambda: alibi_bias(0.5, 3, 3)),
+    "slope nan": (ValueError, ["slopes", "finite"], lambda: alibi_bias([np.nan], 3, 3)),
+    "shift word": (TypeError, ["shift", "'top_left'"], lambda: alibi_bias([0.5], 3, 3, "top_left")),
+    "part of a row": (ValueError, ["seq_q", "3.5"], lambda: alibi_bias([0.5], 3.5, 3)),
+    "fewer than no rows": (ValueError, ["seq_q", "-1"], lambda: alibi_bias([0.5], -1, 3)),
+}
+
+
+@each(BAD_ALIBI)
+def test_bad_alibi(name):
+    error, words, call = BAD_ALIBI[name]
+    refuses(error, words, call)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "mask", "bias", "sinks"])
+@every_path
+def test_out_over_any_input(path, name):
+    given = dict(zip("qkv", (x.copy() for x in qkv(4, 4, lead=(4,)))))
+    given |= {"mask": np.ones((4, 4), bool), "bias": np.zeros((4, 4)), "sinks": np.zeros(4)}
+    room = np.ones((4, 4, 4))
+    shape = given[name].shape
+    view = room.view(bool)[0, 0, :16].reshape(4, 4) if name == "mask" else room[(0,) * (3 - len(shape))]
+    refuses(ValueError, ["out", "shares memory"], path, **(given | {name: view}), out=room)

@@ -474,3 +474,13 @@ def test_layout_changes_no_bit(path, dtype):
         o = path(*inputs)
         same([o], [path(q, k, v)])
         assert o.flags.c_contiguous
+
+
+@pytest.mark.parametrize("bad", [NAN, INF])
+@pytest.mark.parametrize("options", [{}, {"kv_lengths": 0}, {"mask": np.zeros((3, 5), bool)}], ids=str)
+@every_path
+def test_a_bad_sink_spoils_all_rows_of_its_head(path, options, bad):
+    q, k, v = qkv(3, 5, lead=(2,))
+    o, lse = path(q, k, v, sinks=np.array([bad, 0.5]), return_lse=True, **options)
+    assert np.isnan(o[0]).all() and np.isnan(lse[0]).all()
+    assert np.isfinite(o[1]).all() and np.isfinite(lse[1]).all()

@@ -783,3 +783,78 @@ def test_pytest_needs_no_more_than_a_name():
     fn(15)
     with pytest.raises(pytest.skip.Exception, match="not a question of kind merge"):
         fn(1)
+
+
+# what a judge must not let through
+
+
+def test_a_kernel_that_leaves_the_process_is_at_fault():
+    def leaves(q, k, v):
+        sys.exit(0)
+
+    report = testing.check(leaves)
+    assert not report.ok and "SystemExit" in report.failures[0].got
+
+
+def test_a_kernel_that_hands_out_one_buffer_is_at_fault():
+    rooms = {}
+
+    def one_buffer(q, k, v):
+        o = flashlit.attention(q, k, v)
+        room = rooms.setdefault((o.shape, o.dtype), o)
+        room[...] = o
+        return room
+
+    assert testing.check(one_buffer).broken == [14]
+
+
+@pytest.mark.parametrize("heads", [2.5, 0, -2, "4", True])
+def test_heads_are_an_integer(heads):
+    with pytest.raises(ValueError, match="heads is an integer >= 1"):
+        testing.check(flashlit.attention, heads=heads)
+
+
+def test_some_type_must_be_left():
+    with pytest.raises(ValueError, match="lacks leaves no type"):
+        testing.check(flashlit.attention, lacks={"float64", "float32", "float16", "bfloat16"})
+
+
+def test_a_misspelt_case_is_an_error():
+    with pytest.raises(ValueError, match="'nope'"):
+        list(testing.adversarial_inputs("nope"))
+
+
+WRONG_AT = {  # a fault that shows under one condition alone
+    "head_dim above 64": lambda q, x: q.shape[-1] > 64,
+    "more than 512 rows": lambda q, x: q.shape[-2] > 512,
+    "softcap and key lengths": lambda q, x: "softcap" in x and "kv_lengths" in x,
+    "sinks in packed sequences": lambda q, x: "sinks" in x and "cu_seqlens_q" in x,
+    "scale and causal": lambda q, x: "scale" in x and x.get("causal"),
+    "sinks in float16": lambda q, x: "sinks" in x and q.dtype == np.float16,
+    "window in bfloat16": lambda q, x: "window" in x and q.dtype.name == "bfloat16",
+    "bias and key lengths": lambda q, x: "bias" in x and "kv_lengths" in x,
+}
+
+
+@pytest.mark.parametrize("when", WRONG_AT)
+def test_a_fault_in_one_combination_is_found(when):
+    @wraps(flashlit.flash_attention)
+    def wrong(q, k, v, **options):
+        got = flashlit.flash_attention(q, k, v, **options)
+        o = got[0] if isinstance(got, tuple) else got
+        if WRONG_AT[when](q, options):
+            o += o.dtype.type(1)
+        return got
+
+    assert not testing.check(wrong).ok
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
+def test_how_much_one_number_may_be_off(dtype):
+    """One unit in the last place of the largest passes even where plain attention is exact; ten do not."""
+    truth = np.full((1, 1, 1, 4), 1.0, np.longdouble)
+    low, step = truth.astype(DTYPES[dtype]), cases.EPS[dtype]
+    testing._compare("o", (truth + step).astype(low.dtype), truth, low, dtype)
+    off = (truth + max(10 * step, 3e-14)).astype(low.dtype)
+    with pytest.raises(testing._Fault):
+        testing._compare("o", off, truth, low, dtype)

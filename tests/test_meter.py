@@ -405,7 +405,7 @@ def test_estimate_of_arrays(options):
         assert np.array_equal(getattr(whole, name), [getattr(one, name) for one in singly]), name
 
 
-# Cases reported in public against other packages, by their names in cases.jsonl.
+# Faults reported in public against other packages, by short names.
 
 
 CASES = {
@@ -522,3 +522,12 @@ def test_lower_bound_by_hand(elements, per_score):
     """d * d / M per score while M is at least d * d, and d / sqrt(M) below."""
     p = Problem(1024, head_dim=128, dtype="fp32")
     np.testing.assert_allclose(lower_bound(p, 4 * elements), 1024**2 * per_score * 4)
+
+
+@given(problems(["fp32"]))
+def test_keys_that_no_query_sees_are_not_compulsory(p):
+    """By a walk over all pairs; and no loop moves less."""
+    p = replace(p, seq_q=p.seq_q + 1)
+    seen = int(visible(p.seq_q, p.seq_kv, **band(p)).any(0).sum())
+    rows = p.heads * p.seq_q + p.kv_heads * seen
+    assert compulsory_bytes(p) == p.batch * rows * p.width * p.item <= flash_bytes(p)
