@@ -298,7 +298,10 @@ def flash_attention_vjp(
     block_q: int | None = None,  # B_r, queries of a tile
     block_kv: int | None = None,  # B_c, keys of a tile
 ) -> tuple:  # (o, lse), and pullback(do, dlse=None) -> Grads
-    "flash_attention, and the function that takes gradients back through it."
+    """flash_attention, and the function that takes gradients back through it.
+
+    The inputs are not copied: leave them as they are until the last pullback.
+    """
     block_q = block(block_q, "block_q", BLOCK_Q)
     block_kv = block(block_kv, "block_kv", BLOCK_KV)
     call = check(
@@ -351,7 +354,7 @@ def backward_bytes(
     problem: Problem,
     order: str = "keys",  # the outer loop: 'keys' or 'queries'
 ) -> int:  # bytes, (n,) for n lengths
-    "The tiled backward pass with nothing reused between outer tiles."
+    "The tiled backward pass; zeros for keys beyond kv_lengths come on top."
     p, n, m, state = problem, problem.seq_q, problem.seq_kv, lse_item(problem)
     out = 4 if p.item == 1 else p.item  # float8 only comes in
     rows, keys = _visits(p, order)
