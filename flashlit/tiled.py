@@ -57,10 +57,9 @@ def attend_tile(
     rows: slice,  # a tile of queries
     segment: Segment,  # the keys they are shown
     block_kv: int,  # B_c
-    sink: bool = True,  # whether the sinks take part
 ) -> tuple:  # o (G, rows, d_v), lse (G, rows)
     "The finished rows of one query tile."
-    return finish(tile_state(call, head, rows, segment, block_kv, sink))
+    return finish(tile_state(call, head, rows, segment, block_kv))
 
 # %% ../nbs/04_tiled.ipynb #block
 BLOCK_Q, BLOCK_KV = 256, 512  # queries and keys of a tile, by default
