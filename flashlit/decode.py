@@ -7,10 +7,9 @@ __all__ = ['runs', 'decode_attention', 'decode_bytes', 'intensity']
 
 # %% ../nbs/11_decode.ipynb #imports
 from dataclasses import replace
-from functools import reduce
 import numpy as np
 from .inputs import Lengths, check, empty
-from .online import Partial, finish, join
+from .online import Partial, finish, merge
 from .scores import Band, clip
 from .tiled import BLOCK_KV, BLOCK_Q, block, tile_state, tiles
 from .traffic import Problem, compulsory_bytes, flash_bytes, flops
@@ -35,10 +34,12 @@ def _reach(rows, segment):
 
 # %% ../nbs/11_decode.ipynb #parts
 def _attend_parts(call, head, rows, segment, splits):
-    "What each run of the keys, alone, leaves of one query tile."
+    "(o, lse) of one query tile against each run of the keys alone."
     for n, run in enumerate(runs(_reach(rows, segment), splits)):
         part = segment._replace(cols=run)
-        yield tile_state(call, head, rows, part, BLOCK_KV, sink=n == 0)
+        state = tile_state(call, head, rows, part, BLOCK_KV, sink=n == 0)
+        m, l = (x.astype(np.float64) for x in state[:2])
+        yield finish(Partial(m, l, state.o))
 
 # %% ../nbs/11_decode.ipynb #split
 def _tiles(call):
@@ -51,18 +52,16 @@ def _tiles(call):
 
 def _split(call, splits):
     "First every part to memory, then every row from its parts."
-    shape, dtype = (splits, *call.o.shape), call.work
-    m, l = (empty(call.q, x, shape[:-1], dtype) for x in ("m", "l"))
-    o = empty(call.q, "parts", shape, dtype)
+    shape = (splits, *call.o.shape)
+    o = empty(call.q, "parts", shape, call.work)
+    lse = empty(call.q, "lse parts", shape[:-1], np.float64)
     for head, rows, segment in _tiles(call):
         parts = _attend_parts(call, head, rows, segment, splits)
         for n, part in enumerate(parts):
-            for x, y in zip((m, l, o), part):
-                x[(n, *head, rows)] = y
+            o[(n, *head, rows)], lse[(n, *head, rows)] = part
     for head, rows, _ in _tiles(call):
-        parts = zip(*(x[(slice(None), *head, rows)] for x in (m, l, o)))
-        whole = reduce(join, (Partial(*part) for part in parts))
-        call.store(head, rows, *finish(whole))
+        part = (slice(None), *head, rows)
+        call.store(head, rows, *merge(*zip(o[part], lse[part])))
 
 # %% ../nbs/11_decode.ipynb #decode_attention
 @np.errstate(all="ignore")
@@ -87,7 +86,7 @@ def decode_attention(
     splits: int | None = None,  # runs of keys attended alone; None is 1
     block_table: np.ndarray | None = None,  # (..., pages) where the keys are
 ) -> np.ndarray:  # o (..., heads, N_q, d_v), or (o, lse)
-    "softmax(scale * q k^T) v, the keys in runs whose parts are joined."
+    "softmax(scale * q k^T) v, the keys in runs whose parts are merged."
     splits = block(splits, "splits", 1)
     call = check(
         q, k, v, mask=mask, bias=bias, sinks=sinks, softcap=softcap,
@@ -100,7 +99,7 @@ def decode_attention(
         return call.result()
     for head, rows, segment in _tiles(call):
         (part,) = _attend_parts(call, head, rows, segment, 1)
-        call.store(head, rows, *finish(part))
+        call.store(head, rows, *part)
     return call.result()
 
 # %% ../nbs/11_decode.ipynb #decode_bytes
@@ -115,7 +114,7 @@ def decode_bytes(
     if splits == 1:
         return whole
     rows, state = p.batch * p.heads * p.seq_q, lse_item(p)
-    part = 2 * (p.value_dim + 2) * state  # written, then read
+    part = 2 * (p.value_dim * state + 8)  # written, then read
     return whole + rows * ((splits - 1) * p.head_dim * p.item + splits * part)
 
 # %% ../nbs/11_decode.ipynb #intensity
