@@ -354,7 +354,7 @@ def backward_bytes(
     problem: Problem,
     order: str = "keys",  # the outer loop: 'keys' or 'queries'
 ) -> int:  # bytes, (n,) for n lengths
-    "The tiled backward pass; zeros for keys beyond kv_lengths come on top."
+    "The tiled backward pass; for keys beyond kv_lengths add one of seq_q=0."
     p, n, m, state = problem, problem.seq_q, problem.seq_kv, lse_item(problem)
     out = 4 if p.item == 1 else p.item  # float8 only comes in
     rows, keys = _visits(p, order)

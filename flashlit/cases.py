@@ -4,14 +4,14 @@
 
 # %% auto #0
 __all__ = ['CLAUSES', 'EPS', 'FLOAT8', 'OPTIONS', 'wide', 'largest', 'assert_attention_close', 'brief', 'band', 'reference',
-           'rounded', 'reference_gradients', 'Case', 'lse_type', 'shown', 'dtype_of', 'build', 'rows_for',
+           'rounded', 'reference_gradients', 'lse_type', 'shown', 'Case', 'dtype_of', 'build', 'rows_for',
            'adversarial_inputs']
 
 # %% ../nbs/12_cases.ipynb #imports
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cache, cached_property
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, partial
 from importlib import import_module
 from itertools import combinations
 from types import SimpleNamespace
@@ -77,7 +77,7 @@ def assert_attention_close(
         raise AssertionError(
             f"{brief(x[at])} at {tuple(map(int, at))}, the reference has "
             f"{brief(ref[at])}; off by {float(error[at]):.3g}, "
-            f"allowed {limit:.3g}"
+            f"allowed {limit:.3g}; {_where(error > limit)}"
         )
 
 # %% ../nbs/12_cases.ipynb #close-2
@@ -88,6 +88,15 @@ def _errors(x, ref):
         error = np.where(same, 0, np.abs(x - ref))
     error[~np.isfinite(error)] = np.inf
     return error
+
+
+def _where(off):
+    "How many entries are off, and the box that holds them."
+    spans = ((n, i.min(), i.max() + 1)
+             for n, i in zip(off.shape, np.nonzero(off)))
+    box = (":" if j - i == n > 1 else f"{i}:{j}" if j - i > 1 else f"{i}"
+           for n, i, j in spans)
+    return f"{off.sum()} of {off.size} are off, in [{', '.join(box)}]"
 
 
 def brief(
@@ -174,6 +183,8 @@ def _logits(q, k, to, options):
 # %% ../nbs/12_cases.ipynb #steps-2
 def _steps(q, k, v, to, options):
     "The equation, every step passed through `to`."
+    if (table := options.get("block_table")) is not None:
+        k, v = (_unpaged(x, table) for x in (k, v))
     q, k, v = (to(x if x.ndim > 2 else x[None]) for x in (q, k, v))
     group = q.shape[-3] // (k.shape[-3] or 1)
     k, v = (np.repeat(x, group, -3) for x in (k, v))
@@ -188,6 +199,12 @@ def _steps(q, k, v, to, options):
     p, p_sink = to(p / total[..., None]), p_sink / total
     o = to(_seen(see, p[..., None] * v[..., None, :, :], -2))
     return _Steps(q, k, v, tau, tanh, see, s, p, p_sink, o, lse)
+
+
+def _unpaged(x, table):
+    "(..., heads, all keys, d) from pages (all pages, heads, keys, d)."
+    x = np.moveaxis(x[table], -4, -3)
+    return x.reshape(*x.shape[:-3], -1, x.shape[-1])
 
 
 def _seen(see, terms, axis):
@@ -237,21 +254,21 @@ def _ungroup(x, shape):
 # %% ../nbs/12_cases.ipynb #gradient-2
 def _gradients(q, k, v, do, dlse, to, options):
     "(dq, dk, dv, dbias, dsinks), every step passed through `to`."
-    at = _steps(q, k, v, to, options)
+    steps = _steps(q, k, v, to, options)
     do, dlse = to(do if do.ndim > 2 else do[None]), to(dlse)[..., None]
-    p = at.p if to is wide else np.exp(at.s - at.lse[..., None])
-    p = np.where(at.see, p, 0)
-    rows = (do * at.o).sum(-1, keepdims=True)  # D
-    dp = to(do @ np.swapaxes(at.v, -1, -2))
-    ds = to(np.where(at.see, p * (dp - rows + dlse), 0))
+    p = steps.p if to is wide else np.exp(steps.s - steps.lse[..., None])
+    p = np.where(steps.see, p, 0)
+    rows = (do * steps.o).sum(-1, keepdims=True)  # D
+    dp = to(do @ np.swapaxes(steps.v, -1, -2))
+    ds = to(np.where(steps.see, p * (dp - rows + dlse), 0))
     bias, sinks = options.get("bias"), options.get("sinks")
     dbias = None if bias is None else _onto(ds, bias.shape)
-    dsink = at.p_sink * (dlse - rows)[..., 0]
+    dsink = steps.p_sink * (dlse - rows)[..., 0]
     dsink = None if sinks is None else dsink.sum((*range(dsink.ndim - 2), -1))
-    ds = to(ds * (1 - at.tanh**2))[..., None]
-    dq = at.tau * _seen(at.see, ds * at.k[..., None, :, :], -2)
-    dk = at.tau * _seen(at.see, ds * at.q[..., None, :], -3)
-    dv = _seen(at.see, p[..., None] * do[..., None, :], -3)
+    ds = to(ds * (1 - steps.tanh**2))[..., None]
+    dq = steps.tau * _seen(steps.see, ds * steps.k[..., None, :, :], -2)
+    dk = steps.tau * _seen(steps.see, ds * steps.q[..., None, :], -3)
+    dv = _seen(steps.see, p[..., None] * do[..., None, :], -3)
     dk, dv = _ungroup(dk, k.shape), _ungroup(dv, v.shape)
     return _onto(dq, q.shape), dk, dv, dbias, dsink
 
@@ -268,114 +285,33 @@ def reference_gradients(
     "The formulas of the backward pass in extended precision."
     return _gradients(q, k, v, do, dlse, wide, options)
 
-# %% ../nbs/12_cases.ipynb #question
-@dataclass(eq=False)
-class _Question:
-    "One input, and what is asked about it."
+# %% ../nbs/12_cases.ipynb #case-needs
+def _unaligned(case):
+    "Whether position hides keys, and nothing says how lengths align."
+    options, (n, m) = case.options, case.lengths
+    hides = options.get("causal") or options.get("window")
+    own = {"kv_lengths", "cu_seqlens_q"} & set(options)
+    return bool(hides and "align" not in options and (own or n != m))
 
-    name: str
-    clause: int  # of the specification
-    q: np.ndarray  # (..., heads, N_q, d)
-    k: np.ndarray  # (..., kv_heads, N_k, d)
-    v: np.ndarray  # (..., kv_heads, N_k, d_v)
-    options: dict  # flashlit's names
-    refused: bool = False  # whether a ValueError or TypeError is due
-    lies: str = "plain"  # how the arrays lie in memory
-    how: str = "once"  # or "twice", "alone"; "do", "dlse": gradient of one
-    lse: bool = False  # whether lse belongs to the clause, not to clause 10
-    once: bool = False  # 16 bits: measured against float32, rounded once
-    vjp: bool = True  # whether gradients are asked for
 
-    @property
-    def lengths(self):
-        "(queries, keys)."
-        return self.q.shape[-2], self.k.shape[-2]
+def _needs(case):
+    "The options and features that a callable must have to be asked."
+    arrays = q, k, v = case.q, case.k, case.v
+    ndim = 3 if "cu_seqlens_q" in case.options else 4
+    leads = {x.shape[:-3] for x in arrays}
+    paged = "block_table" in case.options
+    has = {
+        "broadcast": not paged and (q.ndim != ndim or len(leads) > 1),
+        "empty": any(0 in x.shape for x in arrays),
+        "grouped": q.shape[-3:-2] != k.shape[-3:-2],
+        "value_dim": q.shape[-1] != v.shape[-1],
+        "any_dim": any(x.shape[-1] % 8 for x in (q, v)),
+        "refusals": case.refused and not case.unaligned,
+    }  # fmt: skip
+    types = {x.dtype.name.partition("_")[0] for x in arrays}
+    return set(case.options) | {x for x in has if has[x]} | types
 
-    @property
-    def size(self):
-        "Elements of the input: a report shows the smallest failure."
-        return self.q.size + self.k.size + self.v.size
-
-    @property
-    def lse_is_due(self):
-        "Whether lse is asked for, too."
-        return self.options.get("return_lse", True)
-
-# %% ../nbs/12_cases.ipynb #question-2
-class _Asked(_Question):
-    "What a callable must have to be asked."
-
-    @property
-    def unaligned(self):
-        "Whether position hides keys, and nothing says how lengths align."
-        options, (n, m) = self.options, self.lengths
-        hides = options.get("causal") or options.get("window")
-        own = {"kv_lengths", "cu_seqlens_q"} & set(options)
-        return bool(hides and "align" not in options and (own or n != m))
-
-    @property
-    def needs(self):
-        "The options and features that a callable must have."
-        arrays = q, k, v = self.q, self.k, self.v
-        ndim = 3 if "cu_seqlens_q" in self.options else 4
-        leads = {x.shape[:-3] for x in arrays}
-        has = {
-            "broadcast": q.ndim != ndim or len(leads) > 1,
-            "empty": any(0 in x.shape for x in arrays),
-            "grouped": q.shape[-3:-2] != k.shape[-3:-2],
-            "value_dim": q.shape[-1] != v.shape[-1],
-            "any_dim": any(x.shape[-1] % 8 for x in (q, v)),
-            "refusals": self.refused and not self.unaligned,
-        }  # fmt: skip
-        types = {x.dtype.name.partition("_")[0] for x in arrays}
-        return set(self.options) | {x for x in has if has[x]} | types
-
-# %% ../nbs/12_cases.ipynb #case
-class Case(_Asked):
-    "A question with its answer, in extended precision and plainly."
-
-    @cached_property
-    def truth(self):
-        "(o, lse) in extended precision."
-        return reference(self.q, self.k, self.v, **self.options)
-
-    @cached_property
-    def _lows(self):
-        return {}
-
-    @np.errstate(all="ignore")
-    def low(self, dtype):
-        "(o, lse) by plain attention in a type; computed once."
-        if dtype not in self._lows:
-            inputs = self.q, self.k, self.v
-            to = rounded(np.float32 if self.once else dtype)
-            done = _result(_steps(*inputs, to, self.options), inputs)
-            self._lows[dtype] = [x.astype(dtype) for x in done]
-        return self._lows[dtype]
-
-    @cached_property
-    def upstream(self):
-        "(do, dlse): gradients of o and lse, as large as normal numbers."
-        rng, on = np.random.default_rng(self.q.size), (self.how != "dlse",
-                                                       self.how != "do")
-        do, dlse = (y * rng.standard_normal(x.shape)
-                    for x, y in zip(self.truth, on))
-        return do.astype(self.q.dtype), dlse.astype(lse_type(self.q.dtype))
-
-    @cached_property
-    @np.errstate(all="ignore")
-    def slopes(self):
-        "Gradients in extended precision, and plainly in q's own type."
-        inputs = (self.q, self.k, self.v, *self.upstream)
-        return [_gradients(*inputs, to, self.options)
-                for to in (wide, rounded(self.q.dtype))]
-
-    def __str__(self):
-        arrays = {"q": self.q, "k": self.k, "v": self.v} | self.options
-        words = ", ".join(f"{x}={shown(arrays[x])}" for x in arrays)
-        return words + f", {self.lies} in memory" * (self.lies != "plain")
-
-# %% ../nbs/12_cases.ipynb #case-2
+# %% ../nbs/12_cases.ipynb #case-answers
 def lse_type(
     dtype: str,  # name of the inputs' type, or its dtype
 ) -> str:
@@ -383,6 +319,39 @@ def lse_type(
     return "float64" if dtype == "float64" else "float32"
 
 
+@np.errstate(all="ignore")
+def _true(case):
+    "(o, lse) in extended precision, and max|v| of the values that are seen."
+    inputs = case.q, case.k, case.v
+    steps = _steps(*inputs, wide, case.options)
+    seen = steps.see.any(-2)[..., None]
+    return _result(steps, inputs), largest(np.where(seen, steps.v, 0))
+
+
+@np.errstate(all="ignore")
+def _low(case, dtype):
+    "(o, lse) by plain attention in a type."
+    inputs = case.q, case.k, case.v
+    to = rounded(np.float32 if case.low_in_float32 else dtype)
+    done = _result(_steps(*inputs, to, case.options), inputs)
+    return [x.astype(dtype) for x in done]
+
+
+def _upstream(case):
+    "(do, dlse): gradients of o and lse, as large as normal numbers."
+    rng, how = np.random.default_rng(case.q.size), case.how
+    do, dlse = (on * rng.standard_normal(x.shape)
+                for x, on in zip(case.truth, (how != "dlse", how != "do")))
+    return do.astype(case.q.dtype), dlse.astype(lse_type(case.q.dtype))
+
+
+@np.errstate(all="ignore")
+def _slopes(case):
+    "Gradients in extended precision, and plainly in q's own type."
+    return [_gradients(case.q, case.k, case.v, *case.upstream, to, case.options)
+            for to in (wide, rounded(case.q.dtype))]
+
+# %% ../nbs/12_cases.ipynb #case-shown
 def shown(
     x: object,  # an array, or the value of an option
 ) -> str:
@@ -393,6 +362,40 @@ def shown(
         [brief(y) for y in x.ravel()[:8]]
     small = f" [{', '.join(map(str, flat))}]" if 0 < x.size <= 8 else ""
     return f"{x.dtype.name}{list(x.shape)}{small}"
+
+# %% ../nbs/12_cases.ipynb #case
+@dataclass(eq=False)
+class Case:
+    "One input, what is asked about it, and the answer."
+
+    name: str
+    clause: int  # of the specification
+    q: np.ndarray  # (..., heads, N_q, d)
+    k: np.ndarray  # (..., kv_heads, N_k, d), or pages of keys
+    v: np.ndarray  # (..., kv_heads, N_k, d_v), or pages of values
+    options: dict  # flashlit's names
+    refused: bool = False  # whether a ValueError or TypeError is due
+    lies: str = "plain"  # how the arrays lie in memory
+    how: str = "once"  # or "twice", "alone"; "do", "dlse": gradient of one
+    lse: bool = False  # whether lse belongs to the clause, not to clause 10
+    low_in_float32: bool = False  # in 16 bits, too: low is rounded at the end
+    vjp: bool = True  # whether gradients are asked for
+
+    lengths = property(lambda x: (x.q.shape[-2], x.k.shape[-2]))
+    size = property(lambda x: x.q.size + x.k.size + x.v.size)
+    lse_is_due = property(lambda x: x.options.get("return_lse", True))
+    other = property(lambda x: replace(x, v=-x.v))  # for a call in between
+    unaligned, needs = property(_unaligned), property(_needs)
+    upstream, slopes = cached_property(_upstream), cached_property(_slopes)
+    _true = cached_property(_true)
+    truth = property(lambda x: x._true[0])  # (o, lse)
+    reach = property(lambda x: x._true[1])  # max|v|
+    low = cached_property(lambda x: cache(partial(_low, x)))  # low(dtype)
+
+    def __str__(self):
+        arrays = {"q": self.q, "k": self.k, "v": self.v} | self.options
+        words = "; ".join(f"{x}={shown(arrays[x])}" for x in arrays)
+        return words + f"; {self.lies} in memory" * (self.lies != "plain")
 
 # %% ../nbs/12_cases.ipynb #build
 EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10,
@@ -429,6 +432,7 @@ def _arrays(rng, dtype, n, m, d=16, dv=None, batch=(2,), kv_batch=None,
 OPTIONS = (
     "mask", "bias", "causal", "window", "align", "softcap", "scale",
     "kv_lengths", "sinks", "cu_seqlens_q", "cu_seqlens_kv", "return_lse",
+    "out", "block_table",
 )  # fmt: skip
 
 # %% ../nbs/12_cases.ipynb #build-2
@@ -447,7 +451,7 @@ def _option(x, value, key, sizes):
     return value.astype(x.q.dtype) if key == "bias" and floating else value
 
 # %% ../nbs/12_cases.ipynb #build-3
-_ABOUT = "refused", "lies", "how", "lse", "once", "vjp"  # fields of Case
+_ABOUT = {"refused", "lies", "how", "lse", "low_in_float32", "vjp"}  # of Case
 
 
 def build(
@@ -661,7 +665,7 @@ _TABLE += [(key, dict(lse=True) | spec) for key, spec in [
     _row("a bias of -inf", 8, bias=np.where(_NOT_FIRST, 0, -_INF)),
     _row("bottom right, more queries", 8, 5, 2, **_TINY, q=0, k=0, v=[1, 2],
          causal=True, align="bottom_right"),
-    _row("causal and a mask", 8, 3, 3, **_TINY, q=0, k=0, v=[1, 2, 3],
+    _row("a first row without a key", 8, 3, 3, **_TINY, q=0, k=0, v=[1, 2, 3],
          causal=True, mask=np.array([[0, 1, 1], [1] * 3, [1] * 3], bool)),
     _row("causal and a bias of -inf", 8, 2, 3, **_TINY, q=0, k=0, v=[1, 2, 3],
          causal=True, align="top_left", bias=np.array([[-_INF], [0]])),
@@ -746,7 +750,8 @@ _TABLE += [
     *(_row(f"{x} in, float32 out", 11, dtype=x, vjp=False) for x in FLOAT8),
     _row("float64 throughout", 11, 5, 32, d=8, dtype="float64", lse=True),
     *(_row(f"{x}: scores beyond 16 bits", 11, 40, 64, d=64, dtype=x, amp=9,
-           batch=(1,), heads=1, once=True) for x in ("float16", "bfloat16")),
+           batch=(1,), heads=1, low_in_float32=True)
+      for x in ("float16", "bfloat16")),
     *(_row(f"{x}: sum of 4,096", 11, 1, 4096, d=8, dtype=x, q=0, batch=(1,),
            heads=1) for x in ("float16", "bfloat16")),
     _row("float16: sum of values beyond 65,504", 11, 1, 40, d=8, q=0,
@@ -818,6 +823,50 @@ _TABLE += [
          dtype="float32", how="alone"),
 ]
 
+# %% ../nbs/12_cases.ipynb #table-out
+def _out(other=False, more=0):
+    "An array for the output; on demand of another type, or wider."
+    def out(x):
+        dtype = next(t for t in ("float32", "float64") if t != x.q.dtype)
+        shape = *x.q.shape[:-1], x.v.shape[-1] + more
+        return np.full(shape, _NAN, dtype if other else x.q.dtype)
+    return out
+
+
+def _paged(beyond=9.0, order=((5, 0, 7), (2, 6, 1))):
+    "Lays 2 x 12 keys out in a pool of eight pages."
+    def poke(x, options):
+        options["block_table"] = np.array(order)
+        for key in "kv":
+            a = getattr(x, key)
+            for entry, end in zip(a, options["kv_lengths"]):
+                entry[:, end:] = beyond
+            pages = np.swapaxes(a.reshape(2, -1, 3, 4, a.shape[-1]), 1, 2)
+            pool = np.full((8, *pages.shape[2:]), beyond, a.dtype)
+            pool[[[5, 0, 7], [2, 6, 1]]] = pages
+            setattr(x, key, pool)
+    return poke
+
+# %% ../nbs/12_cases.ipynb #table-out-2
+_FULL, _RAGGED = (dict(kv_lengths=np.array(x)) for x in ([12, 12], [3, 10]))
+_TABLE += [(key, dict(vjp=False) | spec) for key, spec in [
+    _row("out", 13, out=_out()),
+    _row("out in float16", 13, dtype="float16", out=_out()),
+    _row("out too wide", 13, out=_out(more=1), **_REFUSED),
+    _row("out of another type", 13, out=_out(other=True), **_REFUSED),
+    _row("pages", 13, 3, 12, **_FULL, poke=_paged()),
+    _row("pages, ragged", 13, 3, 12, **_RAGGED, poke=_paged()),
+    _row("pages, nan beyond the length", 13, 3, 12, **_RAGGED,
+         poke=_paged(_NAN)),
+    _row("pages, grouped heads", 13, 3, 12, **_RAGGED, group=2, poke=_paged()),
+    _row("pages, bottom right", 13, 3, 12, **_RAGGED, poke=_paged(),
+         causal=True, align="bottom_right"),
+    _row("pages in float16", 13, 3, 12, **_RAGGED, dtype="float16",
+         poke=_paged()),
+    _row("a page that is not there", 13, 3, 12, **_FULL, **_REFUSED,
+         poke=_paged(order=((5, 0, 7), (2, 6, 8)))),
+]]
+
 # %% ../nbs/12_cases.ipynb #table-17
 _TABLE += [(key, dict(lse=True, sinks=True) | spec) for key, spec in [
     _row("sinks", 17),
@@ -869,8 +918,8 @@ _TABLE += [
                       ("queries' offsets alone", None))),
     _packed("with kv_lengths", [3, 4], [3, 4], kv_lengths=np.array(7),
             **_REFUSED),
-    _packed("causal, lengths differ, no align", [3, 4], [5, 2], causal=True,
-            **_REFUSED),
+    _packed("causal, their lengths differ, no align", [3, 4], [5, 2],
+            causal=True, **_REFUSED),
 ]
 
 # %% ../nbs/12_cases.ipynb #table-pairs
@@ -908,6 +957,15 @@ _TABLE += [
     *(_row(f"head_dim {d} in {x}", 1, 20, 20, d=d, dtype=x, causal=True,
            batch=(1,), heads=2) for d in (80, 128, 256) for x in EPS),
     _row("600 queries", 1, 600, 40, batch=(1,), heads=2),
+    *(_row(f"many square tiles, {name}", clause, 300, 300, batch=(1,), heads=2,
+           d=8, **x)
+      for name, clause, x in (
+          ("causal", 5, dict(causal=True)),
+          ("a window", 6, dict(window=(70, 20))),
+          ("a mask", 4, dict(mask="nm")),
+          ("a bias", 4, dict(bias="bhnm")),
+          ("softcap", 3, dict(softcap=1.5)),
+          ("grouped heads", 7, dict(group=2)))),
     *(_row(f"heads {h}:{h // g}", 7, heads=h, group=g)
       for h, g in ((8, 8), (32, 8))),
     _row("kv_lengths of one integer", 6, kv_lengths=np.array(5)),

@@ -64,6 +64,21 @@ def _whole(text, least=1, most=10**18):
     raise argparse.ArgumentTypeError(said)
 
 
+def _bound(text):
+    "One side of a window."
+    return None if text.lower() == "none" else _whole(text, least=0)
+
+
+def _align(text):
+    "An alignment by its name, or the shift itself."
+    if text.lower() in ("top_left", "bottom_right"):
+        return text.lower()
+    with contextlib.suppress(ValueError):
+        return int(text)
+    said = f"top_left, bottom_right or a whole number, not {text!r}"
+    raise argparse.ArgumentTypeError(said)
+
+
 def _number(text):
     "A positive number that leads to no overflow."
     with contextlib.suppress(ValueError):
@@ -158,9 +173,13 @@ _COMMANDS = {}  # name -> _Command; the sections below fill it
 # %% ../nbs/cli.ipynb #sizes
 _SIZES = {  # option -> what it counts
     "batch": "batch entries",
-    "heads": "heads",
+    "heads": "query heads",
+    "kv-heads": "heads of K and V (default as --heads)",
     "seq-len": "tokens",
+    "seq-q": "queries, with --seq-kv in place of --seq-len",
+    "seq-kv": "keys, with --seq-q",
     "head-dim": "elements of a query, key or value",
+    "value-dim": "elements of a value (default as --head-dim)",
     "block": "rows and keys of a tile",
     "block-q": "query rows of a tile",
     "block-kv": "keys of a tile",
@@ -172,7 +191,7 @@ def _add_sizes(parser, most=10**18, **defaults):
     kind = partial(_whole, most=most)
     for name, default in defaults.items():
         option = name.replace("_", "-")
-        said = f"{_SIZES[option]} (default {default})"
+        said = _SIZES[option] + f" (default {default})" * (default is not None)
         parser.add_argument("--" + option, type=kind, default=default,
                             metavar="N", help=said)
 
@@ -188,6 +207,29 @@ def _add_causal(parser):
     "The option that lets every query see every key."
     parser.add_argument("--no-causal", dest="causal", action="store_false",
                         help="let queries see later keys too")
+
+
+_VARIANTS = "kv_heads", "value_dim", "window"
+
+
+def _add_variants(parser):
+    "Options for heads that share keys, narrow values and windows."
+    _add_sizes(parser, kv_heads=None, value_dim=None)
+    parser.add_argument("--window", type=_bound, nargs=2,
+                        metavar=("LEFT", "RIGHT"),
+                        help="keys before and after the own one, or none")
+
+
+def _problem(args, **sizes):
+    "A Problem, or one line that says why there is none."
+    try:
+        return Problem(
+            **sizes, heads=args.heads, kv_heads=args.kv_heads,
+            head_dim=args.head_dim, value_dim=args.value_dim, dtype=args.dtype,
+            window=args.window, block_q=args.block, block_kv=args.block,
+        )
+    except (TypeError, ValueError) as error:
+        args.parser.error(str(error))
 
 # %% ../nbs/cli.ipynb #output
 def _add_output(parser, draws):
@@ -363,11 +405,12 @@ def _equivalence_text(args, value):
             ["held on chip", None, value["flash_sram_tile_elements"]],
             ["tiles visited", None, value["flash_tiles_visited"]])
     return "\n".join([
-        f"{args.seq_len} tokens, head_dim {args.head_dim}, float64, {kind}, "
+        f"{args.seq_len} tokens, head_dim {args.head_dim}, float64, {kind}",
         f"tiles of {args.block_q} x {args.block_kv}", "", _table(*rows), "",
         f"largest difference  below {_above(value['max_abs_diff'])}",
-        f"first row of O      {_first4(value['sample_row0_first4'])}",
-        f"last row of O       {_first4(value['sample_last_row_first4'])}",
+        "first and last row of O",
+        _first4(value["sample_row0_first4"]),
+        _first4(value["sample_last_row_first4"]),
     ])
 
 
@@ -405,11 +448,9 @@ def _megabytes(n):
 
 def _traffic_row(n, args):
     "The traffic at one length."
-    p = Problem(
-        n, heads=args.heads, head_dim=args.head_dim, dtype=args.dtype,
-        causal=True, block_q=args.block, block_kv=args.block,
-    )
+    p = _problem(args, seq_len=n, causal=True)
     once, standard = compulsory_bytes(p), standard_bytes(p, causal="dense")
+    given = {key: getattr(args, key) for key in _VARIANTS}
     return {
         "seq_len": n,
         "num_heads": args.heads,
@@ -421,12 +462,20 @@ def _traffic_row(n, args):
         "qkvo_compulsory_bytes_mb": _megabytes(once),
         "num_q_blocks": -(-n // args.block),
         "accounting": _ACCOUNTING,
-    }
+    } | {key: x for key, x in given.items() if x is not None}
 
 # %% ../nbs/cli.ipynb #traffic-text
 def _two_digits(mb):
     "Megabytes for people: 1,234.56, and powers of ten from a billion on."
     return f"{mb:,.2f}" if mb < 1e9 else f"{mb:.3e}"
+
+
+def _shape(args):
+    "The heads and what they see."
+    words = [f"{args.heads} heads", f"head_dim {args.head_dim}", args.dtype]
+    given = ((name, getattr(args, name)) for name in _VARIANTS)
+    words += (f"{name} {x}" for name, x in given if x is not None)
+    return textwrap.fill(", ".join(words), 42)
 
 
 def _traffic_text(args, rows):
@@ -438,11 +487,10 @@ def _traffic_text(args, rows):
         for row in rows
     ]
     return "\n".join([
-        f"{args.heads} heads, head_dim {args.head_dim}, {args.dtype}, "
-        f"tiles of {args.block} x {args.block}", "",
+        _shape(args), f"tiles of {args.block} x {args.block}", "",
         _table(["length", "Q, K, V, O", "N x N", "standard", "tiled"],
                ["tokens", "MB", "MB", "MB", "MB"], *lines), "",
-        textwrap.fill(_ACCOUNTING, 72),
+        textwrap.fill(_ACCOUNTING, 42),
     ])
 
 # %% ../nbs/cli.ipynb #draw-traffic
@@ -472,6 +520,7 @@ def _traffic_options(parser):
     parser.add_argument("--seq-len", type=_whole, nargs="+", metavar="N",
                         default=lengths, help=said)
     _add_sizes(parser, heads=32, head_dim=128, block=128)
+    _add_variants(parser)
     _add_dtype(parser, *ITEM_BYTES)
 
 
@@ -513,12 +562,11 @@ def _check_figure(args, option, look_up, device, which):
 # %% ../nbs/cli.ipynb #model
 def _model(args):
     "The report on one problem and one device."
-    problem = Problem(
-        args.seq_len, batch=args.batch, heads=args.heads,
-        head_dim=args.head_dim, dtype=args.dtype, causal=args.causal,
-        block_q=args.block, block_kv=args.block,
-    )
-    return report(problem, _device(args))
+    sizes = {name: getattr(args, name) for name in ("seq_q", "seq_kv")}
+    if args.seq_len or not any(sizes.values()):
+        sizes["seq_len"] = args.seq_len or 8192
+    given = dict(batch=args.batch, causal=args.causal, align=args.align)
+    return report(_problem(args, **sizes, **given), _device(args))
 
 # %% ../nbs/cli.ipynb #model-rows
 _COMPARED = {  # row of the table -> its keys, naive and tiled
@@ -544,16 +592,18 @@ _SINGLE = {  # row of the table -> its key
 # %% ../nbs/cli.ipynb #model-text
 def _model_text(args, value):
     "The report as two tables and the verdict."
-    device, out = value["inputs"], value["outputs"]
+    device, out = value["inputs"], dict(value["outputs"])
+    for key in ("naive_bottleneck", "fa_bottleneck"):
+        out[key] = out[key].split()[0]  # memory bandwidth is memory
     pairs = ((row, *map(out.get, keys)) for row, keys in _COMPARED.items())
     single = ((row, out[key]) for row, key in _SINGLE.items())
     return "\n".join([
-        f"{out['format']}, tiles of {args.block} x {args.block}",
+        out["format"], f"tiles of {args.block} x {args.block}",
         f"{args.device}: {device['compute_tops']:,g} TFLOP/s, "
         f"{device['hbm_bandwidth_gb_s']:,g} GB/s", "",
         _table(["", "naive", "tiled"], *pairs), "",
         _table(*single), "",
-        textwrap.fill(out["verdict"].replace("\u00b5", "u"), 72),
+        textwrap.fill(out["verdict"].replace("\u00b5", "u"), 42),
     ])
 
 # %% ../nbs/cli.ipynb #draw-model
@@ -580,7 +630,13 @@ _FIGURES = {  # option -> the figure it replaces
 
 def _model_options(parser):
     "The problem, the device, and figures in place of the device's."
-    _add_sizes(parser, batch=8, heads=32, seq_len=8192, head_dim=128, block=128)
+    _add_sizes(parser, batch=8, heads=32, head_dim=128, block=128)
+    _add_variants(parser)
+    parser.add_argument("--seq-len", type=_whole, metavar="N",
+                        help="tokens (default 8192)")
+    _add_sizes(parser, seq_q=None, seq_kv=None)
+    parser.add_argument("--align", type=_align, metavar="RULE",
+                        help="top_left, bottom_right or an integer, the shift")
     _add_dtype(parser, *(name for name in ITEM_BYTES if name != "fp64"))
     _add_causal(parser)
     parser.add_argument("--device", type=partial(_one_of, tuple(DEVICES)),
@@ -643,7 +699,7 @@ def _check(args):
         report = check(
             fn, kind=args.kind, layout=args.layout, heads=args.heads,
             supports=supports, lacks=set(args.lacks),
-            causal_align=args.causal_align,
+            causal_align=args.causal_align, only=args.only,
         )
     except (TypeError, ValueError) as error:
         _refuse(args, "target", error)
@@ -676,6 +732,8 @@ def _check_options(parser):
                             metavar="A,B", help=said)
     parser.add_argument("--heads", type=partial(_whole, most=1024),
                         metavar="N", help="query heads, if they are fixed")
+    parser.add_argument("--only", metavar="CASE",
+                        help="one case, by the name that a report gives it")
     parser.set_defaults(kind="attention", layout="bhsd", lacks=[])
 
 

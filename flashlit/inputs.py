@@ -269,6 +269,8 @@ def _check_lengths(lengths, band, lead, seq_q, seq_kv):
 # %% ../nbs/inputs.ipynb #pages
 def _block_table(x, k, v):
     "A checked table, and the shapes that its pages would have in one piece."
+    if x is None:
+        return None, k.shape, v.shape
     x = _integers(x, "block_table")
     if k.ndim != 4 or v.ndim != 4 or k.shape[:3] != v.shape[:3] or x.ndim < 1:
         raise ValueError(
@@ -411,10 +413,17 @@ class Call(NamedTuple):
         return self.o if self.lse is None else (self.o, self.lse)
 
 # %% ../nbs/inputs.ipynb #results-py
-def _results(q, shape, dtype, work, return_lse, out, inputs):
+def _given(check, x, *rest):
+    "An optional argument, checked where it is given."
+    return None if x is None else check(x, *rest)
+
+
+def _results(shape, work, return_lse, out, inputs):
     "Where o and, if asked for, lse will be written."
     if not isinstance(return_lse, (bool, np.bool_)):
         raise TypeError(f"return_lse is True or False, not {return_lse!r}")
+    q = inputs[0]
+    dtype = work if q.dtype.itemsize == 1 else q.dtype  # float8 only comes in
     if out is None:
         out = empty(q, "O", shape, dtype)
     else:
@@ -440,27 +449,25 @@ def check(
 ) -> Call:
     "A Call, or one error that says what came and what is allowed."
     q, k, v = as_array(q, "q"), as_array(k, "k"), as_array(v, "v")
-    work, table, k_shape, v_shape = _same_type(q, k, v), None, k.shape, v.shape
-    if block_table is not None:
-        table, k_shape, v_shape = _block_table(block_table, k, v)
+    work = _same_type(q, k, v)
+    table, k_shape, v_shape = _block_table(block_table, k, v)
     lead = lead_shape(q.shape, k_shape, v_shape)
     n, m = q.shape[-2], k_shape[-2]
-    mask = None if mask is None else _mask(mask, (*lead, n, m))
-    bias = None if bias is None else _bias(bias, (*lead, n, m), q.dtype)
-    sinks = None if sinks is None else _sinks(sinks, lead, q.dtype)
-    softcap = None if softcap is None else _number(softcap, SOFTCAP, 0)
-    scale = None if scale is None else _number(scale, SCALE)
+    mask = _given(_mask, mask, (*lead, n, m))
+    bias = _given(_bias, bias, (*lead, n, m), q.dtype)
+    sinks = _given(_sinks, sinks, lead, q.dtype)
+    softcap = _given(_number, softcap, SOFTCAP, 0)
+    scale = _given(_number, scale, SCALE)
     checked = _check_lengths(lengths, band, lead, n, m)
     for rows, cols in zip(*(zip(x, x[1:]) for x in checked[1:])):
         segment(band, rows, cols)  # an alignment that is missing is missed here
-    if table is not None:
-        table = _check_pages(table, k, lead, checked[0])
+    table = _given(_check_pages, table, k, lead, checked[0])
     shape, inputs = (*lead, n, v.shape[-1]), (q, k, v, mask, bias, sinks)
-    dtype = work if q.dtype.itemsize == 1 else q.dtype  # float8 only comes in
-    o, lse = _results(q, shape, dtype, work, return_lse, out, inputs)
+    o, lse = _results(shape, work, return_lse, out, inputs)
     _one_memory((q, k, v))
     group = (1, *lead)[-1] // ((1, *k_shape[:-2])[-1] or 1) or 1
     return Call(
-        q, k, v, mask, bias, sinks, o, lse, lead, group, band, checked, table,
-        softcap, scale, work,
+        q=q, k=k, v=v, mask=mask, bias=bias, sinks=sinks, o=o, lse=lse,
+        lead=lead, group=group, band=band, lengths=checked, table=table,
+        softcap=softcap, scale=scale, work=work,
     )  # fmt: skip

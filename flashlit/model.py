@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 from .roofline import Device, need, peak, ridge, si
 from .traffic import Problem, compulsory_bytes, crossing, flops
-from .traffic import largest_block
-from .traffic import score_count, standard_bytes, tile_bytes
+from .traffic import largest_block, score_count, standard_bytes
+from .traffic import tile_bytes
 
 # %% ../nbs/08_model.ipynb #charged
 def _charged(problem):
@@ -46,7 +46,7 @@ class Estimate(NamedTuple):
     naive_time: float  # s, the longer of arithmetic and memory
     tiled_time: float  # s, the same for the tiled loop
     largest_block: int  # rows and keys of the largest square tile that fits
-    fits: bool  # whether the problem's own tile does
+    fits: bool  # whether the problem's own tile does, cut to its lengths
 
     # Ratios: of bytes, of times, FLOP per byte, and the share of the peak.
     reduction = property(lambda e: e.naive_bytes / e.tiled_bytes)
@@ -62,7 +62,10 @@ class Estimate(NamedTuple):
     @property
     def block(self):
         "Rows of the tile in use: the problem's, or the largest that fits."
-        return self.problem.block_q if self.fits else self.largest_block
+        p = self.problem
+        square = np.minimum(self.largest_block, p.seq_q)
+        rows = np.where(self.fits, p.tile[0], square)
+        return rows if rows.ndim else rows.item()
 
 # %% ../nbs/08_model.ipynb #estimate
 def estimate(
@@ -94,28 +97,31 @@ def estimate(
 
 # %% ../nbs/08_model.ipynb #profile
 def profile(
-    problem: Problem,  # of seq_q = seq_kv; the length itself does not matter
+    problem: Problem,  # if seq_q differs from seq_kv, it stays as it is
     device: Device,
     lengths: np.ndarray | None = None,  # (n,) tokens; None is 48 of them
 ) -> Estimate:  # of arrays (n,)
-    "The estimate over many lengths, by default 512 to 131,072 tokens."
-    if not np.array_equal(problem.seq_q, problem.seq_kv):
-        raise ValueError("a profile is of problems with seq_q = seq_kv")
+    "The estimate over many lengths, by default 512 to 131,072 keys."
+    p = problem
     if lengths is None:
         lengths = np.geomspace(512, 131_072, 48)
-    return estimate(problem.at(np.asarray(lengths)), device)
+    lengths = np.asarray(lengths)
+    if np.array_equal(p.seq_q, p.seq_kv):
+        return estimate(p.at(lengths), device)
+    return estimate(replace(p, seq_len=None, seq_kv=lengths), device)
 
 # %% ../nbs/08_model.ipynb #verdict-parts
 def _said_fit(e):
     "Whether a tile fits on chip."
     p, room = e.problem, need(e.device, "sram") / 1024
-    tile = f"A tile of {p.block_q} x {p.block_kv}"
+    tile = f"A tile of {p.tile[0]} x {p.tile[1]}"
     takes = f"{tile_bytes(p) / 1024:,g} KiB on chip"
     if e.fits:
         return f"{tile} takes {takes} and fits: there are {room:,g}."
     if e.largest_block:
+        most = f"the largest square one has {e.largest_block} rows"
         return (f"{tile} would take {takes} and does not fit: there are "
-                f"{room:,g}, and the largest square one has {e.block} rows.")
+                f"{room:,g}, and {most}.")
     return ("The tiled loop cannot run: not even a tile of one row and one key "
             f"fits in {room:,g} KiB on chip. With room it would do as follows.")
 
@@ -162,11 +168,12 @@ def verdict(
 def _format(e):
     "The problem in a few letters."
     p = e.problem
-    shared = p.kv_heads != p.heads
-    heads = f"h{p.heads}" + f" kv{p.kv_heads}" * shared
+    heads = f"h{p.heads}" + f" kv{p.kv_heads}" * (p.kv_heads != p.heads)
+    length = f"S{p.seq_q}" + f"x{p.seq_kv}" * (p.seq_q != p.seq_kv)
+    width = f"d{p.head_dim}" + f"x{p.value_dim}" * (p.value_dim != p.head_dim)
     rules = " causal" if p.causal else ""
     rules += "" if p.window is None else f" window{p.window}"
-    return f"b{p.batch} {heads} S{p.seq_q} d{p.head_dim} {p.dtype}{rules}"
+    return f"b{p.batch} {heads} {length} {width} {p.dtype}{rules}"
 
 
 def _in_use(e):
@@ -237,13 +244,24 @@ _COST = {  # key -> decimals, value
 }
 
 # %% ../nbs/08_model.ipynb #report-inputs
+def _departures(p):
+    "What the document's kind of problem has no key for, where it is given."
+    usual = {
+        "kv_heads": p.heads, "value_dim": p.head_dim, "seq_q": p.seq_kv,
+        "window": None, "align": None,
+    }  # fmt: skip
+    given = {key: getattr(p, key) for key in usual}
+    given["window"] = p.window and [*p.window]  # JSON has no tuples
+    return {key: x for key, x in given.items() if x != usual[key]}
+
+
 def _inputs(e):
     "What was asked, in the units of data sheets."
     p, d = e.problem, e.device
     return {
         "batch_size": p.batch,
         "num_heads": p.heads,
-        "seq_length": p.seq_q,
+        "seq_length": p.seq_kv,
         "head_dim": p.head_dim,
         "elem_bytes": float(p.item),
         "sram_kb": d.sram / 1024,
@@ -251,7 +269,7 @@ def _inputs(e):
         "causal": int(p.causal),
         "hbm_bandwidth_gb_s": round(d.bandwidth / 1e9, 6),
         "compute_tops": round(peak(d, p.dtype) / 1e12, 6),
-    }
+    } | _departures(p)
 
 # %% ../nbs/08_model.ipynb #report-curve
 _REPEATED = {  # key under profile -> key of an input or an output
@@ -273,17 +291,17 @@ def _curve(lengths, values):
 
 # %% ../nbs/08_model.ipynb #report
 def report(
-    problem: Problem,  # of one length, seq_q = seq_kv
+    problem: Problem,  # of one length
     device: Device,
 ) -> dict:  # of strict JSON types
     "An estimate and its profile under the seed document's keys, rounded."
-    if np.ndim(problem.seq_q) or problem.seq_q != problem.seq_kv:
-        raise ValueError("a report is about one length, with seq_q = seq_kv")
+    if np.ndim(problem.seq_q) or np.ndim(problem.seq_kv):
+        raise ValueError("a report is about one length, not an array of them")
     e, curve = estimate(problem, device), profile(problem, device)
     inputs, outputs = _inputs(e), _rounded(_TILE | _COST, e)
     curves = {
-        "reduction_vs_seq": _curve(curve.problem.seq_q, curve.reduction),
-        "speedup_vs_seq": _curve(curve.problem.seq_q, curve.speedup),
+        "reduction_vs_seq": _curve(curve.problem.seq_kv, curve.reduction),
+        "speedup_vs_seq": _curve(curve.problem.seq_kv, curve.speedup),
     }
     known = inputs | outputs
     return {

@@ -462,8 +462,8 @@ _hang(
     ),
     Exhibit(
         "lse-scaled-twice", "attention", 10, "tiled",
-        "return finish(tile_state(call, head, rows, segment, block_kv, sink))",
-        "state = tile_state(call, head, rows, segment, block_kv, sink)\n"
+        "return finish(tile_state(call, head, rows, segment, block_kv))",
+        "state = tile_state(call, head, rows, segment, block_kv)\n"
         "    scale = call.scale or call.q.shape[-1] ** -0.5\n"
         "    return finish(state)[0], scale * state.m + np.log(state.l)",
         "HKUSTDial/flash-sparse-attention#106",

@@ -70,11 +70,11 @@ def _matrix(call, name):
     return empty(call.q, name, shape, call.work)
 
 
-def _spans(rows, cols, band):
+def _spans(rows, cols, stripe):
     "The slices of a head's matrix that exist: all of it, or row by row."
-    if band.kind(rows, cols) == "full":
+    if stripe.kind(rows, cols) == "full":
         return [(rows, cols)]
-    first, last = (x + np.arange(rows.start, rows.stop) for x in band)
+    first, last = (x + np.arange(rows.start, rows.stop) for x in stripe)
     ends = zip(*(clip(x, cols.start, cols.stop) for x in (first, last + 1)))
     return [
         (slice(i, i + 1), slice(int(a), int(b)))

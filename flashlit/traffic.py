@@ -107,6 +107,12 @@ class Problem:
         return self.head_dim + self.value_dim
 
     @property
+    def tile(self) -> tuple:  # (rows, keys)
+        "The size of a tile: no axis has one that is longer than itself."
+        rows = clip(self.block_q, 0, self.seq_q)
+        return rows, clip(self.block_kv, 0, self.seq_kv)
+
+    @property
     def diagonals(self) -> Diagonals:
         "The scores that exist in one head."
         band = Band(self.causal, self.window, self.align)
@@ -238,25 +244,25 @@ def _stairs(count, start, stride, step, end, total):
 def keys_loaded(
     n: int,  # rows, or an array of lengths
     m: int,  # keys, or an array of lengths
-    band: Diagonals,  # the scores that exist
+    stripe: Diagonals,  # the scores that exist
     block_q: int,  # rows of a tile
     block_kv: int,  # keys of a tile
 ) -> int:  # keys, (n,) for n lengths
     "Keys loaded in all: for each query tile, the key tiles it touches."
     whole, every = n // block_q, -(-n // block_q)  # tiles of queries
     end = -(-m // block_kv) * block_kv  # keys, rounded up to tiles
-    upto = band.last + block_kv  # one tile past the last key of row 0
+    upto = stripe.last + block_kv  # one tile past the last key of row 0
     tile = block_q, block_kv
     upper = _stairs(whole, upto + block_q - 1, *tile, end, m)
     ragged = clip((upto + n - 1) // block_kv * block_kv, 0, m)
-    lower = _stairs(every, band.first, *tile, m, m)
+    lower = _stairs(every, stripe.first, *tile, m, m)
     return upper + (every - whole) * ragged - lower
 
 # %% ../nbs/06_traffic.ipynb #keys-outside
 def _keys_outside(p):
     "Bytes of one batch entry when O and lse return for every key tile."
-    n, m, band = p.seq_q, p.seq_kv, p.diagonals
-    turned = Diagonals(-band.last, -band.first)  # i - j for j - i
+    n, m, (first, last) = p.seq_q, p.seq_kv, p.diagonals
+    turned = Diagonals(-last, -first)  # i - j for j - i
     passes = keys_loaded(m, n, turned, p.block_kv, p.block_q)
     one_tile = int(np.max(m, initial=0)) + 1
     seen = keys_loaded(m, n, turned, one_tile, p.block_q)
@@ -292,10 +298,10 @@ def _room(sram):
 
 def tile_bytes(
     problem: Problem,
-) -> int:  # bytes
+) -> int:  # bytes, (n,) for n lengths
     "On-chip room for a K and a V tile, and Q and O of the heads they serve."
-    p, group = problem, problem.heads // problem.kv_heads
-    return (group * p.block_q + p.block_kv) * p.width * p.item
+    p, (rows, keys) = problem, problem.tile
+    return (p.heads // p.kv_heads * rows + keys) * p.width * p.item
 
 
 def largest_block(

@@ -8,8 +8,8 @@ __all__ = ['alibi_slopes', 'alibi_bias', 'TileCounts', 'tile_counts']
 # %% ../nbs/09_variants.ipynb #imports
 from typing import NamedTuple
 import numpy as np
-from .scores import clip, is_integer, length
-from .traffic import Problem
+from .scores import Diagonals, clip, is_integer, length
+from .traffic import Problem, keys_loaded
 
 # %% ../nbs/09_variants.ipynb #slopes
 def alibi_slopes(
@@ -54,32 +54,28 @@ class TileCounts(NamedTuple):
     scores: int  # computed in the first two kinds, hidden ones included
 
 
-def _tiles(start, stop, block, m, inside):
-    "The first, and one past the last, tile that meets or lies in an interval."
-    if inside:  # the last tile of an axis may be ragged
-        last = np.where(stop == m, -(-m // block), stop // block)
-        return -(-start // block), last
-    some = stop > start
-    return start // block * some, -(-stop // block) * some
+def _parts(n, block):
+    "The whole tiles of an axis, and the ragged one: start, length, tile."
+    whole = n // block * block
+    return (0, whole, block), (whole, n - whole, clip(n - whole, 1, block))
 
 # %% ../nbs/09_variants.ipynb #tile-counts-sum
 def tile_counts(
-    problem: Problem,  # of one length; packed documents are added up
-) -> TileCounts:
-    "What the tiled loop visits, row of tiles by row of tiles."
+    problem: Problem,  # of whole lengths
+) -> TileCounts:  # of arrays (n,) for n lengths
+    "The tiles of the loop by what exists of them."
     p, (first, last) = problem, problem.diagonals
-    n, m = p.seq_q, p.seq_kv
-    if not isinstance(n, int) or not isinstance(m, int):
-        raise TypeError(f"tiles are counted for whole lengths, not {n}, {m}")
-    top = np.arange(0, n, p.block_q)
-    end = np.minimum(top + p.block_q, n)  # one past the last row
-    some = clip(top + first, 0, m), clip(end + last, 0, m)
-    every = clip(end - 1 + first, 0, m), clip(top + last + 1, 0, m)
-    touched = _tiles(*some, p.block_kv, m, inside=False)
-    full = _tiles(*every, p.block_kv, m, inside=True)
-    keys = np.minimum(touched[1] * p.block_kv, m) - touched[0] * p.block_kv
-    met = (end - top) * keys
-    grid = len(top) * -(-m // p.block_kv)
-    visits, whole = (int(clip(b - a, 0, m).sum()) for a, b in (touched, full))
-    found = whole, visits - whole, grid - visits, int(met.sum())
+    n, m = (length(getattr(p, x), x, whole=True) for x in ("seq_q", "seq_kv"))
+    grid = -(-n // p.block_q) * -(-m // p.block_kv)
+    full = touched = scores = 0
+    for i, rows, r in _parts(n, p.block_q):
+        for j, cols, c in _parts(m, p.block_kv):
+            tile, at, shrink = (p.block_q, p.block_kv), i - j, r + c - 2
+            stripe = Diagonals(first + at, last + at)
+            inner = Diagonals(first + at + shrink, last + at - shrink)
+            keys = keys_loaded(rows, cols, stripe, *tile)
+            inside = keys_loaded(rows, cols, inner, *tile)
+            touched, scores = touched + keys // c, scores + keys * r
+            full += inside // c * (last - first >= shrink)
+    found = full, touched - full, grid - touched, scores
     return TileCounts(*(p.batch * p.heads * x for x in found))

@@ -11,11 +11,13 @@ INF = np.longdouble(np.inf)
 def wide(x):
     """x in np.longdouble; the small types of ml_dtypes go through float32."""
     x = np.asarray(x)
-    return (x if x.dtype == np.float64 else x.astype(np.float32)).astype(np.longdouble)
+    if x.dtype.kind == "f" and x.dtype.itemsize >= 8:
+        return x.astype(np.longdouble)
+    return x.astype(np.float32).astype(np.longdouble)
 
 
 def sees(i, j, seq_q, seq_kv, causal=False, window=None, align=None):
-    """Whether query i may look at key j, by position alone."""
+    """Whether query i may look at key j, by position within their document."""
     left, right = (None, None) if window is None else window
     shift = {None: 0, "top_left": 0, "bottom_right": seq_kv - seq_q}.get(align, align)
     return (
@@ -134,7 +136,7 @@ def plain(dtype, q, k, v, *, mask=None, bias=None, sinks=None, softcap=None, sca
 
 def largest(x):
     """max|x| over the finite entries, 0 if there are none."""
-    x = np.abs(wide(x)) if np.asarray(x).dtype != np.longdouble else np.abs(x)
+    x = np.abs(wide(x))
     return x[np.isfinite(x)].max(initial=0)
 
 

@@ -6,26 +6,7 @@ log-sum-exp to recompute from, no D, and no tile.
 """
 import numpy as np
 
-INF = np.longdouble(np.inf)
-
-
-def wide(x):
-    """x in np.longdouble; the small types of ml_dtypes go through float32."""
-    x = np.asarray(x)
-    if x.dtype.kind == "f" and x.dtype.itemsize >= 8:
-        return x.astype(np.longdouble)
-    return x.astype(np.float32).astype(np.longdouble)
-
-
-def sees(i, j, seq_q, seq_kv, causal, window, align):
-    """Whether query i may look at key j, by position within their document."""
-    left, right = (None, None) if window is None else window
-    shift = {None: 0, "top_left": 0, "bottom_right": seq_kv - seq_q}.get(align, align)
-    return (
-        (not causal or j <= i + shift)
-        and (left is None or i + shift - left <= j)
-        and (right is None or j <= i + shift + right)
-    )
+from oracle import INF, sees, wide
 
 
 def visible(n, m, length, cu_q, cu_kv, *band):

@@ -1,5 +1,6 @@
 """Gradients: against a slow second writing, central differences and PyTorch's autograd."""
 import tracemalloc
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -7,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashlit import backward
-from flashlit.backward import Grads, backward_bytes, backward_flops
+from flashlit.backward import Grads, _grown, backward_bytes, backward_flops
 from flashlit.hbm import HBM, Meter
 from flashlit.traffic import Problem, flash_bytes, flops
 from helpers import DTYPES, normal, qkv, same, strict, tiled
 from oracle import largest, limit
 from oracle_grad import oracle_vjp
-from test_meter import arrays, band, blocks, problems
+from test_meter import arrays, band, blocks, option_bytes, problems, several
 
 TILES = [(1, 1), (2, 3), (3, 2), (5, 5), (1000, 1000), (None, None)]
 ORDERS = ["keys", "queries"]
@@ -631,6 +632,54 @@ def test_meter_is_formula(p, order, with_lse):
     assert not meter.written.keys() & {"Q", "K", "V", "dO", "lse", "rest"}
     do, dlse = (x if x is None else x._array for x in (do, dlse))
     same(got, gradients(*arrays(p), do, dlse, order, **band(p), **blocks(p))[:3])
+
+
+def beyond(p, given_):
+    """The keys that belong to no query, as problems without queries."""
+    return replace(p, seq_q=0 * p.seq_q, seq_kv=given_[1].shape[-2] - p.seq_kv)
+
+
+@given(several(["fp64", "fp32", "bf16"]), st.sampled_from(ORDERS))
+def test_several_lengths(call, order):
+    """Batch entries of several lengths and packed sequences add up, to the byte."""
+    p, given_, lengths = call
+    meter = Meter()
+    q, k, v = (HBM(x, meter, name) for x, name in zip(given_, "QKV"))
+    (o, lse), pullback = vjp(q, k, v, **lengths, **band(p), **blocks(p))
+    state = 8 if p.dtype == "fp64" else 4
+    assert meter.total == flash_bytes(p, lse=True).sum() + lse._array.size * state
+    meter.read.clear(), meter.written.clear()
+    pullback(HBM(normal(o.shape, o.dtype), meter, "dO"), order=order)
+    want = backward_bytes(p, order).sum()
+    if "kv_lengths" in lengths:
+        want += backward_bytes(beyond(p, given_), order).sum()
+    assert meter.total == want
+
+
+@given(several(["fp64", "fp32", "bf16"]), st.sampled_from(ORDERS), st.booleans())
+def test_options_of_several_lengths(call, order, per_head):
+    """Mask, bias and sinks are read as in the forward pass; their gradients grow; sinks ask for L and r once more."""
+    p, given_, lengths = call
+    over = (*given_[0].shape[-3:-1], given_[1].shape[-2])[0 if per_head else 1 :]
+    arrays_ = {"mask": np.ones(over, bool), "bias": np.zeros(over, np.float32), "sinks": np.zeros(p.heads, np.float32)}
+    meter = Meter()
+    far = {name: HBM(x, meter, name) for name, x in arrays_.items()}
+    q, k, v = (HBM(x, meter, name) for x, name in zip(given_, "QKV"))
+    (o, lse), pullback = vjp(q, k, v, **far, **lengths, **band(p), **blocks(p))
+    once = option_bytes(p, per_head)
+    assert {name: meter.read[name] for name in far} == once
+    meter.read.clear(), meter.written.clear()
+    pullback(HBM(normal(o.shape, o.dtype), meter, "dO"), order=order)
+    assert {name: meter.read[name] for name in far} == once
+    state = 8 if p.dtype == "fp64" else 4
+    both = meter.read + meter.written
+    for name in ("bias", "sinks"):
+        assert both["d" + name] == _grown(1, once[name] // 4, arrays_[name].size, state, 4)
+    more = sum(once.values()) + both["dbias"] + both["dsinks"] + 2 * state * lse._array.size
+    want = backward_bytes(p, order).sum()
+    if "kv_lengths" in lengths:
+        want += backward_bytes(beyond(p, given_), order).sum()
+    assert meter.total == want + more
 
 
 @each_order

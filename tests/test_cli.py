@@ -14,7 +14,7 @@ import pytest
 from flashlit import __version__
 from flashlit.cli import main
 from flashlit.roofline import DEVICES, gpu_rows
-from flashlit.traffic import ITEM_BYTES
+from flashlit.traffic import ITEM_BYTES, Problem, compulsory_bytes, flash_bytes, flops
 
 DATA = Path(__file__).parent / "data"
 COMMANDS = ("equivalence", "traffic", "model", "devices")
@@ -157,6 +157,42 @@ def test_model_options(value):
     assert ratio == pytest.approx(2, rel=1e-2)
 
 
+def test_model_of_a_step(value, run):
+    """One query of 32 heads against a cache of 8: K and V once per kv head."""
+    line = "model --seq-q 1 --seq-kv 131072 --batch 16 --kv-heads 8 --align BOTTOM_right --device h100-sxm"
+    report = value(line)
+    moved = 16 * 256 * 2 * (32 + 8 * 131072)
+    assert report["outputs"]["fa_hbm_gb"] == round(moved / 1e9, 4)
+    assert report["outputs"]["sram_fit"] is True and report["outputs"]["achieved_block"] == 1
+    assert report["outputs"]["q_blocks"] == 1 and report["outputs"]["kv_blocks"] == 1024
+    inputs = report["inputs"]
+    assert (inputs["seq_q"], inputs["seq_length"], inputs["kv_heads"]) == (1, 131072, 8)
+    assert inputs["align"] == "bottom_right" and "window" not in inputs
+    assert report["profile"]["seq_length"] == 131072
+    assert "S1x131072" in run(line)
+
+
+def test_model_of_a_window(value):
+    p = Problem(131072, batch=8, heads=32, kv_heads=8, value_dim=64, causal=True, window=(4095, None))
+    report = value("model --seq-len 131072 --kv-heads 8 --value-dim 64 --window 4095 NONE")
+    assert report["outputs"]["flops_gflop"] == round(flops(p) / 1e9, 2)
+    assert report["inputs"]["window"] == [4095, None] and report["inputs"]["value_dim"] == 64
+    cache = "--seq-q 1 --seq-kv 131072 --window 4095 0 --align bottom_right"
+    assert value(f"model --batch 1 --kv-heads 8 {cache}")["outputs"]["fa_hbm_gb"] == round(512 * (32 + 8 * 4096) / 1e9, 4)
+    shifts = [value(f"model --seq-q 1 --seq-kv 131072 --align {x}") for x in ("bottom_right", "131071")]
+    assert shifts[0]["outputs"] == shifts[1]["outputs"]
+
+
+def test_traffic_of_shared_heads(value, run):
+    line = "traffic --seq-len 8192 --kv-heads 8 --value-dim 64 --window 4095 none"
+    row, = value(line)
+    p = Problem(8192, heads=32, kv_heads=8, value_dim=64, causal=True, window=(4095, None))
+    assert row["tiled_logical_access_mb_no_cache_reuse"] == round(flash_bytes(p) / 1e6, 2)
+    assert row["qkvo_compulsory_bytes_mb"] == round(compulsory_bytes(p) / 1e6, 2)
+    assert (row["kv_heads"], row["value_dim"], row["window"]) == (8, 64, [4095, None])
+    assert "kv_heads 8,\nvalue_dim 64, window [4095, None]\n" in run(line)
+
+
 @pytest.mark.parametrize("name", DEVICES)
 def test_model_of_every_device(run, value, name):
     given = " --sram-kib 512" if DEVICES[name].sram is None else ""
@@ -185,6 +221,8 @@ def test_model_types(value, dtype, tflops):
 
 @pytest.mark.parametrize("line", [
     *COMMANDS, "model --seq-len 512 --batch 1", "model --sram-kib 1",
+    "traffic --kv-heads 8 --value-dim 64 --window 4095 none",
+    "model --seq-q 7 --seq-kv 131072 --align -5 --kv-heads 8 --window none none --value-dim 64",
 ])
 def test_tables(run, line):
     text = run(line)
@@ -237,8 +275,9 @@ def test_any_figure(value, run, option, x):
 
 SIZES = {
     "equivalence": ("--seq-len", "--head-dim", "--block-q", "--block-kv"),
-    "traffic": ("--seq-len", "--heads", "--head-dim", "--block"),
-    "model": ("--batch", "--heads", "--seq-len", "--head-dim", "--block"),
+    "traffic": ("--seq-len", "--heads", "--kv-heads", "--head-dim", "--value-dim", "--block"),
+    "model": ("--batch", "--heads", "--kv-heads", "--seq-len", "--seq-q", "--seq-kv", "--head-dim", "--value-dim",
+              "--block"),
 }
 BAD_SIZES = ("0", "-1", "-5000000000", "1.5", "1e3", "-1e3", "nan", "inf", "-inf", "ten",
              "0x10", "", " ", "1,024", "9" * 30, "9" * 5000)
@@ -276,6 +315,15 @@ def test_bad_figures(refused, option):
     ("devices --no-causal", "--no-causal"),
     ("traffic --seq 1024", "--seq"),
     ("model --nonsense", "--nonsense"),
+    ("model --seq-q 1", "both seq_q and seq_kv"),
+    ("model --seq-len 8 --seq-q 1 --seq-kv 8", "seq_len=8 and seq_q=1"),
+    ("model --seq-q 1 --seq-kv 8", "seq_q=1 and seq_kv=8 needs align: 'top_left'"),
+    ("model --align middle", "--align: top_left, bottom_right or a whole number, not 'middle'"),
+    ("model --align 0.5", "--align: top_left"),
+    ("model --kv-heads 5", "kv_heads divides heads; got kv_heads=5, heads=32"),
+    ("traffic --kv-heads 5", "kv_heads divides heads; got kv_heads=5, heads=32"),
+    ("model --window 4095", "--window: expected 2 arguments"),
+    ("traffic --window -1 0", "--window: a whole number from 0 to 10**18, not '-1'"),
     ("nonsense", "nonsense"),
     ("--json", "--json"),
 ])

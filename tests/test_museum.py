@@ -1,7 +1,10 @@
 """The museum cannot rot, planting leaves nothing behind, and the judge names every fault."""
 import ast
+import json
+import re
 import sys
 from importlib.resources import files
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +13,7 @@ from flashlit.museum import DOORS, MUSEUM, ROOMS, Exhibit, changed, faulty, orig
 from flashlit.testing import CLAUSES, check
 
 each_exhibit = pytest.mark.parametrize("name", MUSEUM)
+SOURCE = re.compile(r"([\w.-]+/[\w.-]+)(?:#([1-9]\d*)|@\d+(?:\.\d+)+ \(observed\))")
 RIGHT = {(e.kind, e.function, *e.given): e for e in MUSEUM.values()}
 
 
@@ -24,7 +28,20 @@ def test_the_collection():
 def test_label(name):
     e = MUSEUM[name]
     assert e.name == name and e.clause in CLAUSES and e.note
-    assert all("/" in source for source in e.source.split(", "))
+    assert all(map(SOURCE.fullmatch, e.source.split(", ")))
+
+
+def test_the_chapter_links_every_source():
+    """An item for each exhibit; a numbered report is a link, what was seen in a release is none."""
+    notebook = json.loads((Path(__file__).parents[1] / "nbs" / "14_museum.ipynb").read_text())
+    text = "".join(next(c for c in notebook["cells"] if c["id"] == "sources")["source"])
+
+    def link(source):
+        repo, number = SOURCE.fullmatch(source).groups()
+        return f"[{source}](https://github.com/{repo}/issues/{number})" if number else source
+
+    items = [f"- {e.name}: {', '.join(map(link, e.source.split(', ')))}" for e in MUSEUM.values()]
+    assert [line for line in text.splitlines() if line.startswith("- ")] == items
 
 
 @each_exhibit
