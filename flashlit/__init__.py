@@ -9,13 +9,13 @@ repository.
 
 from flashlit.backward import flash_attention_vjp
 from flashlit.decode import decode_attention
+from flashlit.fast import flash_attention
 from flashlit.hbm import HBM, Meter
 from flashlit.model import Estimate, estimate, profile, verdict
 from flashlit.naive import attention
 from flashlit.online import merge
 from flashlit.roofline import DEVICES, Device
 from flashlit.scores import Band, pairs
-from flashlit.tiled import flash_attention
 from flashlit.traffic import (
     Problem,
     compulsory_bytes,

@@ -5,7 +5,7 @@ from functools import partial, wraps
 import ml_dtypes
 import numpy as np
 
-from flashlit import backward, decode
+from flashlit import backward, decode, fast
 from flashlit import naive as naive_module
 from flashlit import online, tiled as tiled_module
 from oracle import largest, oracle, plain, within
@@ -34,6 +34,7 @@ def strict(f):
 
 naive = strict(naive_module.attention)
 tiled = strict(tiled_module.flash_attention)
+quick = strict(fast.flash_attention)
 split = strict(decode.decode_attention)
 merge = strict(online.merge)
 
@@ -48,9 +49,11 @@ def vjp(q, k, v, do, dlse=None, order="keys", **options):
 TILES = [(1, 1), (2, 3), (3, 2), (5, 1), (16, 5), (1000, 1000), (None, None)]
 PATHS = {"naive": naive} | {
     f"tiles {q} x {kv}": partial(tiled, block_q=q, block_kv=kv) for q, kv in TILES
+} | {
+    f"fast {q} x {kv}": partial(quick, block_q=q, block_kv=kv) for q, kv in TILES
 } | {f"splits {n}": partial(split, splits=n) for n in (1, 3)}
 FEW = {name: PATHS[name] for name in (
-    "naive", "tiles 1 x 1", "tiles 3 x 2", "tiles None x None", "splits 3"
+    "naive", "tiles 1 x 1", "tiles 3 x 2", "tiles None x None", "splits 3", "fast 2 x 3", "fast None x None"
 )}  # fmt: skip
 
 
