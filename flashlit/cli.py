@@ -25,7 +25,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 import numpy as np
-from . import __version__
+from . import __version__, bench
 from .draw import COLORS, pyplot
 from .hbm import HBM, Meter
 from .model import report
@@ -741,4 +741,85 @@ _COMMANDS["check"] = _Command(
     "Judge an attention function of yours.",
     _check_options, _check, lambda args, value: str(Report.of(value)),
     status=lambda value: int(not value["ok"]),
+)
+
+# %% ../nbs/cli.ipynb #bench-text
+_HEADS = {  # column of the measurement -> head of the table
+    "flashlit": "flashlit", "numpy": "no Numba", "naive": "naive",
+    "torch": "PyTorch", "onnxruntime": "ONNX RT", "jax": "JAX",
+}
+
+
+def _bench_table(value, key, names):
+    "One number for each case and column, then their geometric means."
+    rows = [[r[key.format(n)] for n in names] for r in value["table"]]
+    lines = [[r["case"], *row] for r, row in zip(value["table"], rows)]
+    if "over" in key:
+        whole = [[x for x in column if x] for column in zip(*rows)]
+        means = (np.exp(np.mean(np.log(x))) for x in whole)
+        lines.append(["geometric mean", *(float(f"{x:.3g}") for x in means)])
+    return _table(["B,H,N,d", *map(_HEADS.get, names)], *lines)
+
+
+def _bench_text(args, value):
+    "The machine, milliseconds, quotients, and what was not measured."
+    on, key = value["machine"], "flashlit_over_{}"
+    names = [n for n in _HEADS if any(r[n + "_ms"] for r in value["table"])]
+    had = ["python", "numpy", "numba", "torch", "onnxruntime", "jax"]
+    lines = [
+        f"{on['processor']}, {on['cores']} cores",
+        " ".join(str(on[x]) for x in ("blas", "blas_version", "blas_kernel")),
+        ", ".join(f"{x} {on[x]}" for x in had if on[x]),
+        "", "milliseconds", _bench_table(value, "{}_ms", names),
+    ]
+    if names[1:]:
+        table = _bench_table(value, key, names[1:])
+        lines += ["", "flashlit's time over that of", table]
+    lacks = value["not_measured"].items()
+    lines += [""] * bool(lacks)
+    return "\n".join(lines + [f"no {_HEADS[n]}: {why}" for n, why in lacks])
+
+# %% ../nbs/cli.ipynb #draw-bench
+_MARKS = {  # column -> colour, marker, whether it is filled
+    "flashlit": ("tiled", "o", True), "numpy": ("tiled", "o", False),
+    "naive": ("naive", "s", True), "torch": ("limit", "^", True),
+    "onnxruntime": ("limit", "v", False), "jax": ("limit", "D", False),
+}
+
+
+def _draw_bench(ax, value):
+    "A line for each case, a mark for each column."
+    rows = value["table"][::-1]
+    for name, (color, marker, full) in _MARKS.items():
+        seen = [(r[name + "_ms"], i) for i, r in enumerate(rows)]
+        seen = [x for x in seen if x[0]]
+        if seen:
+            ax.semilogx(*zip(*seen), marker, color=COLORS[color],
+                        mfc=None if full else "none", label=_HEADS[name])
+    ax.set_yticks(range(len(rows)), [r["case"] for r in rows])
+    ax.set(xlabel="time, ms")
+    ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+
+# %% ../nbs/cli.ipynb #bench-command
+def _bench(args):
+    "What the machine takes, or one line that says what went wrong."
+    cases = bench.QUICK if args.quick else bench.CASES
+    try:
+        return bench.table(cases, args.repeats)
+    except Exception as error:  # a wrong output; whatever a library may raise
+        args.parser.error(f"{type(error).__name__}: {error}")
+
+
+def _bench_options(parser):
+    "How long it may take."
+    parser.add_argument("--quick", action="store_true",
+                        help="two short shapes, a few seconds")
+    parser.add_argument("--repeats", type=partial(_whole, most=1000),
+                        default=7, metavar="N",
+                        help="turns, of which the median counts (default 7)")
+
+
+_COMMANDS["bench"] = _Command(
+    "Time attention on this machine, beside other libraries.",
+    _bench_options, _bench, _bench_text, _draw_bench,
 )

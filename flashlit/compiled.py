@@ -68,9 +68,9 @@ def _compile(real, whole):
     return exponentials
 
 # %% ../nbs/10_compiled.ipynb #loops
-_LOOPS = {
-    "float32": _compile(np.float32, np.int32),
-    "float64": _compile(np.float64, np.int64),
+_LOOPS = {  # by the type's character
+    "f": _compile(np.float32, np.int32),
+    "d": _compile(np.float64, np.int64),
 }
 
 
@@ -79,4 +79,4 @@ def exponentials(
     m: np.ndarray,  # (rows,) maximum so far; becomes the larger one
 ) -> None:
     "A tile's step, in place: -inf gives 0, NaN spoils its own entry."
-    _LOOPS[s.dtype.name](s, m)
+    _LOOPS[s.dtype.char](s, m)

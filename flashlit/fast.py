@@ -11,8 +11,9 @@ import math
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed, wait
 from functools import cache
+from pathlib import Path
 import numpy as np
 from .inputs import Call, Lengths, Segment, at, check
 from .naive import weigh
@@ -208,6 +209,7 @@ class _OneThread:
             for lib, threads in zip(_blas(), self.before):
                 _set_threads(lib, threads)
         self.__init__()
+        _pool.cache_clear()
 
 
 _one_thread = _OneThread()
@@ -236,6 +238,12 @@ def _bar(progress, tasks):
     return tqdm(total=len(tasks), unit="tile")
 
 # %% ../nbs/11_fast.ipynb #run-2
+@cache
+def _pool(threads):
+    "Threads that wait for the next call: to start one takes longer."
+    return ThreadPoolExecutor(threads)
+
+
 def run(
     work: Callable,  # is called with each task's parts
     tasks: list,  # of tuples, none of which depends on another
@@ -258,13 +266,14 @@ def run(
     with bar as shown:
         if min(threads, len(tasks)) <= 1:
             return worker(shown)
-        with ThreadPoolExecutor(threads) as pool:
-            jobs = [pool.submit(worker, shown) for _ in range(threads)]
-            try:
-                for job in jobs:
-                    job.result()
-            finally:
-                stop.set()
+        pool = _pool(threads)
+        jobs = [pool.submit(worker, shown) for _ in range(threads)]
+        try:
+            for job in as_completed(jobs):
+                job.result()
+        finally:
+            stop.set()
+            wait(jobs)
 
 # %% ../nbs/11_fast.ipynb #crew
 FEW = 2**19  # scores that are not worth a second thread
@@ -284,24 +293,37 @@ def crew(
     return threads or cores()
 
 # %% ../nbs/11_fast.ipynb #keys_of_tile
+@cache
+def _near():
+    "Bytes of the cache next to a core, between 512 KiB and 1 MiB."
+    with contextlib.suppress(OSError, ValueError):  # Linux says, in KiB
+        cache = Path("/sys/devices/system/cpu/cpu0/cache/index2/size")
+        size = 1024 * int(cache.read_text().strip().removesuffix("K"))
+        return min(max(size, 2**19), 2**20)
+    return 2**19
+
+
 def keys_of_tile(
     rows: int,  # queries of a tile
+    itemsize: int,  # bytes of a score
 ) -> int:  # B_c where the caller has not said
-    "More keys where rows are few."
-    return BLOCK_KV * min(16, BLOCK_Q // min(max(1, rows), BLOCK_Q))
+    "Keys whose scores fill the cache next to a core."
+    row = min(max(1, rows), BLOCK_Q) * itemsize
+    return min(max(_near() // row, BLOCK_KV), 16 * BLOCK_KV)
 
 # %% ../nbs/11_fast.ipynb #every_tile
 def every_tile(
     call: Call,  # a checked call
     use: Callable,  # is called with head, rows and the finished Partial
     block_q: int,  # B_r
-    block_kv: int | None = None,  # B_c; None depends on the queries
+    block_kv: int | None = None,  # B_c; None is `keys_of_tile`
     threads: int | None = None,  # None is every core
     progress: bool = False,  # show a bar
 ) -> None:
     "The state of every query tile, the heaviest of a causal head first."
     n = min(call.q.shape[-2], block_q)
-    block_kv = keys_of_tile(n) if block_kv is None else block_kv
+    if block_kv is None:
+        block_kv = keys_of_tile(n, call.work.itemsize)
     metered = not isinstance(call.q, np.ndarray)
 
     def work(head, rows, segment):

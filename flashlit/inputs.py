@@ -8,6 +8,7 @@ __all__ = ['SCALE', 'SOFTCAP', 'as_array', 'work_type', 'lead_shape', 'empty', '
 
 # %% ../nbs/inputs.ipynb #imports
 import math
+from functools import cache
 from numbers import Real
 from typing import NamedTuple
 import numpy as np
@@ -31,6 +32,7 @@ def as_array(
         raise kind(f"{name} is not an array; {error}") from None
 
 # %% ../nbs/inputs.ipynb #work_type
+@cache
 def work_type(
     dtype: np.dtype,  # the type of q, k and v
 ) -> np.dtype:  # float64 for float64, else float32
@@ -45,6 +47,8 @@ def work_type(
 
 
 def _same_type(q, k, v):
+    if q.dtype == k.dtype == v.dtype:
+        return work_type(q.dtype)
     names = [x.dtype.name for x in (q, k, v)]  # in whatever byte order
     if len(set(names)) > 1:
         raise TypeError(f"q, k and v share one type; got {', '.join(names)}")

@@ -39,10 +39,12 @@ ARROWS = {  # what a module may import from its own package
     "cases": set(),
     "testing": {"cases"},
     "museum": set(),
+    "bench": {"compiled", "fast", "naive", "tiled"},
     "cli": ANY,
 }
 EXTRAS = {  # what a module needs besides NumPy, where it needs it
     "draw": {"matplotlib"}, "cli": {"matplotlib"}, "compiled": {"numba"}, "fast": {"threadpoolctl", "tqdm"},
+    "bench": {"jax", "numba", "onnx", "onnxruntime", "torch"},
 }  # fmt: skip
 HANDED_OUT = ["attention", "flash_attention", "merge", "Problem", "DEVICES", "estimate"]
 MODULES = sorted(p.stem for p in FOLDER.glob("*.py") if not p.stem.startswith("_"))
