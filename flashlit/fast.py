@@ -276,7 +276,7 @@ def run(
             wait(jobs)
 
 # %% ../nbs/11_fast.ipynb #crew
-FEW = 2**19  # scores that are not worth a second thread
+FEW = 2**20  # scores that are not worth a second thread
 
 
 def crew(
