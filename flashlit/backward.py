@@ -9,36 +9,31 @@ __all__ = ['Grads', 'flash_attention_vjp', 'backward_flops', 'backward_bytes']
 import math
 from typing import NamedTuple
 import numpy as np
+from .fast import crew, every_tile, run
 from .inputs import Lengths, Segment, as_array, at, check, empty, shared
 from .naive import weigh
 from .online import finish
-from .scores import Band, Diagonals
-from .tiled import BLOCK_KV, BLOCK_Q, block, tile_state, tiles
+from .scores import Band, Diagonals, multiply
+from .tiled import BLOCK_KV, BLOCK_Q, block, tiles
 from .traffic import Problem, flops, keys_loaded, lse_item
 
 # %% ../nbs/12_backward.ipynb #forward
 def _forward(call, rest, block_q, block_kv):
-    "flash_attention's loop, which also keeps what rounding takes from lse."
-    for head in call.heads():
-        for segment in call.segments(head):
-            for rows in tiles(segment.rows.stop, block_q, segment.rows.start):
-                state = tile_state(call, head, rows, segment, block_kv)
-                o, lse = finish(state)
-                call.store(head, rows, o, lse)
-                rest[(*head, rows)] = np.log(state.l) - (lse - state.m)
+    "flash_attention, which also keeps what rounding takes from lse."
+    def use(head, rows, state):
+        "Stores finished rows."
+        o, lse = finish(state)
+        call.store(head, rows, o, lse)
+        rest[(*head, rows)] = np.log(state.l) - (lse - state.m)
+
+    every_tile(call, use, block_q, block_kv)
 
 # %% ../nbs/12_backward.ipynb #helpers
-def _times(x, scale):
-    "x * scale, for a scale that may lie outside x's type."
-    f, e = math.frexp(scale)
-    return np.ldexp(x * f, e)
-
-
 def _scaled(ds, x, s, scale):
     "scale * ds @ x: a scale that shrinks comes first, one that grows last."
     if abs(scale) <= 1:
-        return weigh(ds, _times(x, scale), s)
-    return _times(weigh(ds, x, s), scale)
+        return weigh(ds, multiply(x, scale), s)
+    return multiply(weigh(ds, x, s), scale)
 
 
 def _slope(capped, c):
@@ -65,10 +60,9 @@ def _tile(call, place, row, key):
     dlogits = ds = np.where(hidden, 0, p * (excess + dlse))
     if call.softcap is not None:
         ds = np.where(hidden, 0, ds * _slope(capped, call.softcap))
-    scale = 1 / math.sqrt(q.shape[-1]) if call.scale is None else call.scale
-    dq = _scaled(ds, k, s, scale)
+    dq = _scaled(ds, k, s, call.tau)
     q, do, p, s, ds = (_stack(x) for x in (q, do, p, s, ds))
-    dk = _scaled(ds.T, q, s.T, scale)
+    dk = _scaled(ds.T, q, s.T, call.tau)
     dv = weigh(p.T, do, s.T)
     return dq, dk, dv, dlogits
 
@@ -246,6 +240,13 @@ def _sums(call, order):
     )
 
 
+def _apart(call, groups):
+    "Whether no two key heads add to the same entry of a gradient."
+    sizes = (call.q, groups * call.group), (call.k, groups), (call.v, groups)
+    whole = all(math.prod(x.shape[:-2]) == n for x, n in sizes)
+    return whole and call.bias is None and call.sinks is None
+
+
 def _segments(call, head):
     "Those of the call, and the keys that belong to none of them."
     own = call.segments(head)
@@ -264,11 +265,20 @@ def _backward(call, rest, do, dlse, order, sizes):
     D = empty(call.q, "D", call.lse.shape, call.work)
     per_row = _Rows(do, call.lse, rest, D, dlse)
     sums = _sums(call, order)
-    for head in call.heads():
+
+    def work(head):
+        "All that one key head adds."
         for segment in _segments(call, head):
             for rows in tiles(segment.rows.stop, sizes[0], segment.rows.start):
                 _row_sums(call, per_row, sums, head, rows)
             walks[order](call, per_row, sums, head, segment, *sizes)
+
+    heads, threads = call.heads(), crew(call)
+    if _apart(call, len(heads)) and len(heads) >= threads > 1:
+        run(work, [(head,) for head in heads], threads)
+    else:
+        for head in heads:
+            work(head)
     return Grads(*(x and x.result() for x in sums))
 
 # %% ../nbs/12_backward.ipynb #vjp
@@ -303,7 +313,7 @@ def flash_attention_vjp(
     The inputs are not copied: leave them as they are until the last pullback.
     """
     block_q = block(block_q, "block_q", BLOCK_Q)
-    block_kv = block(block_kv, "block_kv", BLOCK_KV)
+    block_kv = block(block_kv, "block_kv", None)
     call = check(
         q, k, v, mask=mask, bias=bias, sinks=sinks, softcap=softcap,
         scale=scale, band=Band(causal, window, align),
@@ -316,7 +326,8 @@ def flash_attention_vjp(
 
     def pullback(do, dlse=None, *, order="keys"):
         "Gradients of sum(o * do) + sum(lse * dlse)."
-        return _backward(kept, rest, do, dlse, order, (block_q, block_kv))
+        sizes = block_q, block_kv or BLOCK_KV
+        return _backward(kept, rest, do, dlse, order, sizes)
 
     return call.result(), pullback
 

@@ -750,10 +750,15 @@ _HEADS = {  # column of the measurement -> head of the table
 }
 
 
+def _bench_label(r):
+    "The case; a causal one follows the same without a mask."
+    return "  causal" if r["causal"] else r["case"]
+
+
 def _bench_table(value, key, names):
     "One number for each case and column, then their geometric means."
     rows = [[r[key.format(n)] for n in names] for r in value["table"]]
-    lines = [[r["case"], *row] for r, row in zip(value["table"], rows)]
+    lines = [[_bench_label(r), *x] for r, x in zip(value["table"], rows)]
     if "over" in key:
         whole = [[x for x in column if x] for column in zip(*rows)]
         means = (np.exp(np.mean(np.log(x))) for x in whole)
@@ -796,8 +801,9 @@ def _draw_bench(ax, value):
         if seen:
             ax.semilogx(*zip(*seen), marker, color=COLORS[color],
                         mfc=None if full else "none", label=_HEADS[name])
-    ax.set_yticks(range(len(rows)), [r["case"] for r in rows])
+    ax.set_yticks(range(len(rows)), map(_bench_label, rows))
     ax.set(xlabel="time, ms")
+    ax.xaxis.set_major_formatter("{x:,g}")
     ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
 
 # %% ../nbs/cli.ipynb #bench-command

@@ -11,7 +11,7 @@ import numpy as np
 from .fast import crew, fast_state, keys_of_tile, run
 from .inputs import Lengths, check, empty
 from .online import Partial, finish, merge
-from .scores import Band, clip
+from .scores import Band
 from .tiled import BLOCK_Q, block, tiles
 from .traffic import Problem, compulsory_bytes, flash_bytes, flops
 from .traffic import lse_item
@@ -26,26 +26,22 @@ def runs(
     ends = [cols.start + n * i // splits for i in range(splits + 1)]
     return [slice(*x) for x in zip(ends, ends[1:])]
 
-# %% ../nbs/13_decode.ipynb #reach
-def _reach(rows, segment):
-    "The keys of a segment that some of the rows may see, by position."
-    cols, stripe = segment.cols, segment.diagonals
-    start = clip(rows.start + stripe.first, cols.start, cols.stop)
-    return slice(start, clip(rows.stop + stripe.last, start, cols.stop))
-
 # %% ../nbs/13_decode.ipynb #parts
 def _tasks(call, splits):
     "Every query tile with every run of its keys, and the run's number."
     for head in call.heads():
         for segment in call.segments(head):
+            _, cols, stripe = segment
             for rows in tiles(segment.rows.stop, BLOCK_Q, segment.rows.start):
-                for n, cols in enumerate(runs(_reach(rows, segment), splits)):
-                    yield head, rows, segment._replace(cols=cols), n
+                parts = runs(stripe.reach(rows, cols), splits)
+                for n, part in enumerate(parts):
+                    yield head, rows, segment._replace(cols=part), n
 
 
 def _part(call, head, rows, segment, n):
     "(o, lse) of one query tile against one run of the keys alone."
-    size = keys_of_tile(rows.stop - rows.start, call.work.itemsize)
+    every = call.group * (rows.stop - rows.start)
+    size = keys_of_tile(every, call.work.itemsize)
     state = fast_state(call, head, rows, segment, size, sink=n == 0)
     m, l = (x.astype(np.float64) for x in state[:2])
     return finish(Partial(m, l, state.o))

@@ -344,6 +344,17 @@ class Call(NamedTuple):
     scale: float | None  # tau; None is 1 / sqrt(d)
     work: np.dtype  # float32 or float64
 
+    @property
+    def tau(self):
+        "The scale of the scores."
+        d = self.q.shape[-1]
+        return 1 / math.sqrt(d) if self.scale is None else self.scale
+
+    @property
+    def metered(self):
+        "Whether the arrays lie in counted memory."
+        return not isinstance(self.q, np.ndarray)
+
     def heads(self):
         "For every kv head of every batch entry: the query heads it serves."
         if not self.lead:
@@ -392,7 +403,7 @@ class Call(NamedTuple):
 
     def scores(self, q, k):
         "Scaled and capped scores."
-        return scores(q, k, scale=self.scale, softcap=self.softcap)
+        return scores(q, k, scale=self.tau, softcap=self.softcap)
 
     def hide(self, s, head, rows, cols, diagonals):
         "The logits of one tile from its scores, -inf where hidden."
@@ -408,7 +419,7 @@ class Call(NamedTuple):
 
     def store(self, head, rows, o, lse):
         "Writes finished rows."
-        self.o[(*head, rows)] = o.astype(self.o.dtype)
+        self.o[(*head, rows)] = o.astype(self.o.dtype, copy=False)
         if self.lse is not None:
             self.lse[(*head, rows)] = lse
 

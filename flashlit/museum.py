@@ -299,7 +299,7 @@ _hang(
     "which order",
     Exhibit(
         "product-first", "attention", 3, "scores",
-        "return np.ldexp(q * f, e) @ np.swapaxes(k, -1, -2)",
+        "return multiply(q, scale) @ np.swapaxes(k, -1, -2)",
         "return scale * (q @ np.swapaxes(k, -1, -2))",
         "ultralytics/ultralytics#24990, pytorch/pytorch@2.13.0 (observed)",
         "the product overflows before a small scale saves it",
@@ -345,9 +345,9 @@ _hang(
         "a scale is configured and never arrives",
     ),
     Exhibit(
-        "scale-of-the-padded-width", "attention", 2, "scores",
-        _SCALE,
-        "1 / math.sqrt(-(-q.shape[-1] // 8) * 8) if scale is None else scale",
+        "scale-of-the-padded-width", "attention", 2, "inputs",
+        "        d = self.q.shape[-1]\n",
+        "        d = -(-self.q.shape[-1] // 8) * 8\n",
         "intel/ipex-llm#12619",
         "head_dim was padded to a width the kernel knows",
     ),
@@ -566,7 +566,7 @@ _hang(
     ),
     Exhibit(
         "scaled-in-place", "attention", 13, "scores",
-        "return np.ldexp(q * f, e) @ np.swapaxes(k, -1, -2)",
+        "return multiply(q, scale) @ np.swapaxes(k, -1, -2)",
         "q *= scale\n"
         "        return q @ np.swapaxes(k, -1, -2)",
         "flashinfer-ai/flashinfer#2084",

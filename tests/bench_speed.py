@@ -4,10 +4,13 @@ How to read it: the first table is that of `flashlit bench`, the last lists the
 targets, what was measured and whether that is enough. Everything is measured in
 turns, medians of --repeats turns after a warm-up, on the same cores; outputs are
 compared on the way. `--record FILE` stores the run: `book/bench.json` is one. Close
-what else is running first. Where PyTorch is missing, what needs it is left out.
+what else is running first: on two cores of which one is busy, PyTorch's threads wait
+for each other, and no quotient is worth reading. The load is printed on the way. Where
+PyTorch is missing, what needs it is left out.
 """
 import argparse
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -159,8 +162,9 @@ NEED_TORCH = "grouped", "backward", "short"
 
 def measure(repeats):
     """The whole run, as plain data."""
-    def log(name):
-        print(f"... {name}", file=sys.stderr, flush=True)
+    def log(name):  # with what the machine was doing in the last minute
+        load = f", load {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
+        print(f"... {name}{load}", file=sys.stderr, flush=True)
 
     log("table")
     run = bench.table(repeats=repeats)

@@ -5,7 +5,7 @@ from functools import partial, wraps
 import ml_dtypes
 import numpy as np
 
-from flashlit import backward, decode, fast
+from flashlit import backward, bench, decode, fast
 from flashlit import naive as naive_module
 from flashlit import online, tiled as tiled_module
 from oracle import largest, oracle, plain, within
@@ -35,6 +35,7 @@ def strict(f):
 naive = strict(naive_module.attention)
 tiled = strict(tiled_module.flash_attention)
 quick = strict(fast.flash_attention)
+uncompiled = bench.numpy_step()(quick)  # as without Numba
 split = strict(decode.decode_attention)
 merge = strict(online.merge)
 
@@ -51,9 +52,12 @@ PATHS = {"naive": naive} | {
     f"tiles {q} x {kv}": partial(tiled, block_q=q, block_kv=kv) for q, kv in TILES
 } | {
     f"fast {q} x {kv}": partial(quick, block_q=q, block_kv=kv) for q, kv in TILES
+} | {
+    "NumPy's step 2 x 3": partial(uncompiled, block_q=2, block_kv=3), "NumPy's step None x None": uncompiled
 } | {f"splits {n}": partial(split, splits=n) for n in (1, 3)}
 FEW = {name: PATHS[name] for name in (
-    "naive", "tiles 1 x 1", "tiles 3 x 2", "tiles None x None", "splits 3", "fast 2 x 3", "fast None x None"
+    "naive", "tiles 1 x 1", "tiles 3 x 2", "tiles None x None", "splits 3", "fast 2 x 3", "fast None x None",
+    "NumPy's step 2 x 3",
 )}  # fmt: skip
 
 

@@ -11,15 +11,16 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from threadpoolctl import threadpool_info
+from threadpoolctl import ThreadpoolController, threadpool_info, threadpool_limits
 
 import flashlit
 from flashlit import fast
 from flashlit.compiled import exponentials
 from flashlit.hbm import HBM, Meter
-from helpers import DTYPES, agree, check, normal, qkv, quick, same, tiled
+from helpers import DTYPES, agree, check, normal, qkv, quick, same, tiled, uncompiled
 from test_decode import size
-from test_properties import calls
+from oracle import visible
+from test_properties import BLOCKS, calls
 
 MANY = {"block_q": 16, "block_kv": 32}
 OPTIONS = {
@@ -64,10 +65,48 @@ def test_both_steps_are_the_oracle(call, blocks):
     want = tiled(*given_, return_lse=True, **options)
     got = quick(*given_, return_lse=True, **options)
     agree(got, want, size(*want))
+    agree(uncompiled(*given_, return_lse=True, **options), want, size(*want))
     options = {k: x for k, x in options.items() if "block" not in k}
+    check(uncompiled(*given_, return_lse=True, **options), *given_, **options)
+
+
+@given(calls(dtypes=["float32"]), BLOCKS, st.integers(2, 5))
+def test_threads_and_every_option_at_once(call, blocks, threads):
+    given_, options = call
+    options |= {"return_lse": True, **blocks}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fast, "_step", lambda: fast._exponentials)
-        check(quick(*given_, return_lse=True, **options), *given_, **options)
+        patch.setattr(fast, "FEW", 0)
+        for path in (quick, uncompiled):
+            same(path(*given_, threads=threads, **options), path(*given_, threads=1, **options))
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"bias": normal((4, 1, 900), "float32")}], ids=str)
+def test_threads_that_do_work_at_once(step, options):
+    """Tiles of default size, each long enough that another thread is at work beside it."""
+    given_ = qkv(900, 900, 32, lead=(4,), kv_lead=(2,), dtype="float32")
+    want = quick(*given_, return_lse=True, threads=1, **options)
+    for threads in (2, 3, 16):
+        same(quick(*given_, return_lse=True, threads=threads, **options), want)
+
+
+@every_option
+@pytest.mark.parametrize("group", [2, 1])
+@pytest.mark.parametrize("blocks", [(None, None), (16, 32), (60, 64), (130, 7)])
+def test_any_chunk_of_heads(step, blocks, group, options):
+    """All heads in one task, whole groups, a part of one: what chapter 4 gives, a group at a time."""
+    given_ = qkv(130, 150, 8, 6, (2, 1, 4), (2, 1, 4 // group))
+    options = options | dict(zip(("block_q", "block_kv"), blocks), return_lse=True)
+    want = tiled(*given_, **options)
+    agree(quick(*given_, **options), want, size(*want))
+
+
+def test_a_call_gets_the_threads_it_asks_for(monkeypatch):
+    asked = []
+    monkeypatch.setattr(fast, "run", lambda work, tasks, threads, progress: asked.append(threads))
+    monkeypatch.setattr(fast, "cores", lambda: 7)
+    for n, threads in ((2000, None), (2000, 1), (2000, 3), (20, None), (20, 3)):
+        flashlit.flash_attention(*qkv(n, n, lead=(1,)), threads=threads)
+    assert asked == [7, 1, 3, 1, 1]
 
 
 @every_option
@@ -80,9 +119,11 @@ def test_any_number_of_threads_gives_the_same_bits(step, dtype, options):
 
 
 @every_option
-def test_an_entry_alone_has_the_bits_it_has_in_a_batch(step, options):
-    q, k, v = inputs()
-    options = typed(options, "float32")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("blocks", [{}, MANY], ids=["default", "many"])
+def test_an_entry_alone_has_the_bits_it_has_in_a_batch(step, blocks, dtype, options):
+    q, k, v = inputs(dtype)
+    options = typed(options, dtype) | blocks
     whole = quick(q, k, v, return_lse=True, **options)
     for b in range(2):
         own = {k: x[b] if k == "kv_lengths" else x for k, x in options.items()}
@@ -90,15 +131,46 @@ def test_an_entry_alone_has_the_bits_it_has_in_a_batch(step, options):
         same(alone, [x[b] for x in whole])
 
 
+HIDING = {  # no row sees keys 100 to 119
+    "kv_lengths": {"kv_lengths": np.array([[100], [70]]), "causal": True, "align": "bottom_right"},
+    "mask": {"mask": (np.arange(150) < 100) | (np.arange(150) >= 120)},
+    "bias": {"bias": np.where(np.arange(150) // 20 == 5, -np.inf, 0).astype(np.float32)},
+    "window": {"window": (200, 5), "align": -40},
+}
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 3e38])
 @pytest.mark.parametrize("where", ["k", "v"])
-def test_poison_out_of_sight_changes_no_bit(step, where, bad):
+@pytest.mark.parametrize("hiding", HIDING.values(), ids=HIDING)
+def test_poison_out_of_sight_changes_no_bit(step, hiding, where, bad):
     q, k, v = inputs()
-    options = {"kv_lengths": np.array([[100], [70]]), "causal": True, "align": "bottom_right", **MANY}
+    options = hiding | MANY
     want = quick(q, k, v, return_lse=True, **options)
-    x = k if where == "k" else v
-    x[0, ..., 100:, :] = x[1, ..., 70:, :] = bad
+    (k if where == "k" else v)[..., 100:120, :] = bad
     same(quick(q, k, v, return_lse=True, **options), want)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("where", ["k", "v"])
+@pytest.mark.parametrize("name", ["causal", "window", "sinks"])
+def test_poison_changes_no_bit_of_rows_that_do_not_see_it(step, name, where, bad):
+    q, k, v = inputs()
+    options = typed(OPTIONS["causal"] | OPTIONS[name], "float32") | MANY
+    want = quick(q, k, v, return_lse=True, **options)
+    (k if where == "k" else v)[..., 60, :] = bad
+    blind = ~visible(130, 150, **{x: options[x] for x in ("causal", "window", "align") if x in options})[:, 60]
+    got = quick(q, k, v, return_lse=True, **options)
+    assert blind.any() and np.isnan(got[0]).any() == (where == "v" and np.isnan(bad) or where == "k")
+    same([got[0][..., blind, :], got[1][..., blind]], [want[0][..., blind, :], want[1][..., blind]])
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 3e38])
+def test_poison_in_an_entry_changes_no_bit_of_another(step, bad):
+    q, k, v = inputs()
+    want = quick(q, k, v, return_lse=True, **MANY)
+    for x in (q, k, v):
+        x[0] = bad
+    same([x[1] for x in quick(q, k, v, return_lse=True, **MANY)], [x[1] for x in want])
 
 
 def test_a_visible_nan_spoils_its_rows_alone(step):
@@ -160,15 +232,60 @@ def test_the_tiles_are_those_of_the_metered_loop(monkeypatch, name, blocks):
         return (*tile[:3], tile[3].start // blocks[1])
 
     assert sorted(map(key, slow)) == sorted(map(key, quickly))
-    wide = sorted(((key(x), x[3].start, x[3].stop) for x in slow))
-    cut = sorted(((key(x), x[3].start, x[3].stop) for x in quickly))
-    assert all(a[1] <= b[1] < b[2] <= a[2] for a, b in zip(wide, cut) if name == "plain")
+    assert sorted(slow, key=str) == sorted(quickly, key=str) or name in ("causal", "window")
+
+
+BANDS = [("causal", -20), ("causal", 0), ("causal", 20), ((0, 0), 7), ((20, 3), 0), ((None, 5), 30), ((3, None), -9)]
+
+
+@pytest.mark.parametrize("band, shift", BANDS)
+@pytest.mark.parametrize("blocks", [(16, 32), (7, 50), (1, 1), (200, 200)])
+def test_a_tile_reaches_no_further_than_its_rows_see(monkeypatch, blocks, band, shift):
+    """Every tile in which a score exists, once, from the first column with one to the last."""
+    n, m, (high, wide), seen = 60, 70, blocks, []
+    options = {"align": shift} | ({"causal": True} if band == "causal" else {"window": band})
+    loader, walk, at = fast._loader, fast._walk, []
+
+    def noted(call, head, rows, *rest, **how):
+        at[:] = [rows]
+        return walk(call, head, rows, *rest, **how)
+
+    def spy(call, x, head):
+        load = loader(call, x, head)
+        return lambda cols: (x is call.k and seen.append((*at, cols)), load(cols))[1]
+
+    monkeypatch.setattr(fast, "_walk", noted)
+    monkeypatch.setattr(fast, "_loader", spy)
+    flashlit.flash_attention(*qkv(n, m, 4, lead=(1,)), block_q=high, block_kv=wide, **options)
+    shown, want = visible(n, m, **options), []
+    for i in range(0, n, high):
+        rows = slice(i, min(i + high, n))
+        for j in range(0, m, wide):
+            some = j + np.flatnonzero(shown[rows, j : j + wide].any(0))
+            if some.size:
+                want.append((rows, slice(int(some[0]), int(some[-1]) + 1)))
+    assert sorted(seen, key=str) == sorted(want, key=str)
 
 
 # BLAS, interrupts, forks
 
 
-def test_blas_is_as_before_after_a_call_and_an_error(monkeypatch):
+@pytest.fixture
+def three():
+    """A BLAS that works on three threads, however the tests were started."""
+    libraries = ThreadpoolController().select(user_api="blas").lib_controllers
+    before = [x.num_threads for x in libraries]
+    for x in libraries:
+        fast._set_threads(x, 3)
+    assert {*blas_threads()} == {3}
+    yield
+    after = {*blas_threads()}
+    for x, threads in zip(libraries, before):
+        fast._set_threads(x, threads)
+    assert after == {3} and fast._one_thread.calls == 0
+
+
+def test_blas_is_as_before_after_a_call_and_an_error(three, monkeypatch):
     before = blas_threads()
     flashlit.flash_attention(*inputs(), threads=2, **MANY)
     assert blas_threads() == before
@@ -180,27 +297,72 @@ def test_blas_is_as_before_after_a_call_and_an_error(monkeypatch):
         assert blas_threads() == before and fast._one_thread.calls == 0
 
 
-def test_overlapping_calls(monkeypatch):
-    """Whoever ends first, BLAS keeps to one thread until the last has ended."""
-    before, seen = blas_threads(), []
-    monkeypatch.setattr(fast, "FEW", 0)
-    gates = [threading.Event() for _ in range(3)]
+def test_a_limit_of_the_callers_own_works_after_a_call(three):
+    for threads in (1, 2):
+        flashlit.flash_attention(*qkv(1100, 1100, lead=(1,)), threads=threads)
+        with threadpool_limits(1, user_api="blas"):
+            assert {*blas_threads()} == {1}
+        assert {*blas_threads()} == {3}
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_an_error_in_a_task_ends_the_call(three, threads):
+    done = []
 
     def work(i):
-        gates[i].wait(10)
-        seen.append(set(blas_threads()))
+        if i == 3:
+            raise KeyError("load failed")
+        time.sleep(0.002)
+        done.append(i)
 
-    users = [threading.Thread(target=fast.run, args=(work, [(i,)] * 2, 2)) for i in range(3)]
-    for user in users:
-        user.start()
-    time.sleep(0.05)
-    for i in (1, 2, 0):
-        gates[i].set()
-        users[i].join(10)
-    assert seen == [{1}] * 6 and blas_threads() == before
+    with pytest.raises(KeyError, match="load failed"):
+        fast.run(work, [(i,) for i in range(500)], threads)
+    assert {0, 1, 2} <= {*done} and len(done) < 100
+    time.sleep(0.01)
+    assert len(done) < 100  # no thread goes on by itself
 
 
-def test_calls_from_several_threads(monkeypatch):
+@pytest.mark.parametrize("threads", [1, 2])
+def test_an_output_that_cannot_be_written(three, monkeypatch, threads):
+    class Full(np.ndarray):
+        def __setitem__(self, *_):
+            raise OSError("no space left")
+
+    monkeypatch.setattr(fast, "FEW", 0)
+    given_ = inputs()
+    out = np.zeros((2, 1, 4, 130, 6), np.float32).view(Full)
+    with pytest.raises(OSError, match="no space left"):
+        quick(*given_, out=out, threads=threads, **MANY)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0), (1, 0, 2)])
+@pytest.mark.parametrize("threads", [1, 2, (1, 2, 3)])
+def test_overlapping_calls(three, threads, order):
+    """Each ends when its own work is done; until the last has ended BLAS keeps to one thread."""
+    threads = threads if isinstance(threads, tuple) else (threads,) * 3
+    seen, gates, at_work = [], [threading.Event() for _ in range(3)], threading.Semaphore(0)
+
+    def work(i):
+        at_work.release()
+        gates[i].wait(20)
+        seen.append({*blas_threads()})
+
+    users = [threading.Thread(target=fast.run, args=(work, [(i,)] * 2, threads[i])) for i in range(3)]
+    try:
+        for user in users:
+            user.start()
+            assert at_work.acquire(timeout=2), "a call waits for another"
+        for i in order:
+            gates[i].set()
+            users[i].join(5)
+            assert not users[i].is_alive()
+    finally:
+        [gate.set() for gate in gates]
+        [user.join(30) for user in users]
+    assert seen == [{1}] * 6
+
+
+def test_calls_from_several_threads(three, monkeypatch):
     monkeypatch.setattr(fast, "FEW", 0)
     given_, results = inputs(), {}
     want = quick(*given_, return_lse=True, **MANY)
@@ -219,38 +381,51 @@ def test_calls_from_several_threads(monkeypatch):
 
 
 INTERRUPTED = """
-import numpy as np, time, flashlit
+import numpy as np, sys, threading, time, flashlit
 from flashlit import fast
 from threadpoolctl import threadpool_info
-blas = lambda: [x["num_threads"] for x in threadpool_info() if x["user_api"] == "blas"]
-before, x = blas(), np.ones((2, 32768, 64), np.float32)
+blas = lambda: {x["num_threads"] for x in threadpool_info() if x["user_api"] == "blas"}
+for x in fast._blas():
+    fast._set_threads(x, 3)
+x = np.ones((2, 65536, 64), np.float32)
+other, at_work, ended = threading.Event(), threading.Semaphore(0), []
 flashlit.flash_attention(x[:, :64], x[:, :64], x[:, :64])
+if BESIDE:  # a long call of another thread goes on meanwhile
+    work = lambda i: at_work.release() or other.wait(20) or ended.append(i)
+    beside = threading.Thread(target=fast.run, args=(work, [(0,), (1,)], THREADS))
+    beside.start()
+    [at_work.acquire() for _ in range(2)]
 print("ready", flush=True)
 try:
     flashlit.flash_attention(x, x, x, threads=THREADS)
     print("finished")
 except KeyboardInterrupt:
     print("interrupted")
-assert blas() == before and fast._one_thread.calls == 0
+if BESIDE:
+    print("late" if ended else "beside")
+    other.set()
+    beside.join()
+assert blas() == {3} and fast._one_thread.calls == 0
 o = flashlit.flash_attention(x[:, :2048], x[:, :2048], x[:, :2048])
-assert np.abs(o - 1).max() < 1e-5
+assert np.abs(o - 1).max() < 1e-5 and blas() == {3}
 print("usable")
 """
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-def test_an_interrupt_leaves_the_process_usable(threads):
-    code = INTERRUPTED.replace("THREADS", str(threads))
+@pytest.mark.parametrize("threads, beside", [(1, False), (2, False), (2, True)])
+def test_an_interrupt_leaves_the_process_usable(threads, beside):
+    code = INTERRUPTED.replace("THREADS", str(threads)).replace("BESIDE", str(beside))
     child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert child.stdout.readline() == "ready\n"
     time.sleep(0.3)
     child.send_signal(signal.SIGINT)
-    assert child.communicate(timeout=60)[0].split() == ["interrupted", "usable"] and child.returncode == 0
+    said = child.communicate(timeout=60)[0].split()
+    assert said == ["interrupted", *["beside"] * beside, "usable"] and child.returncode == 0
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_child_that_is_forked_while_a_call_is_at_work():
+def test_a_child_that_is_forked_while_a_call_is_at_work(three):
     before, at_work, go = blas_threads(), threading.Event(), threading.Event()
 
     def work(_):
@@ -273,9 +448,9 @@ def test_a_child_that_is_forked_while_a_call_is_at_work():
 # memory
 
 
-@pytest.mark.parametrize("n, options", [(8192, {"causal": True}), (131_072, {"window": (64, 0)})])
+@pytest.mark.parametrize("n, options", [(8192, {"causal": True}), (8192, {"softcap": 3.0}), (131_072, {"window": (64, 0)})])
 def test_memory_does_not_grow_with_the_square(n, options):
-    q = k = v = np.ones((1, n, 8), np.float32)
+    q = k = v = np.ones((1, n, 64), np.float32)
     out = np.empty_like(q)
     flashlit.flash_attention(q[:, :2048], k[:, :2048], v[:, :2048], **options)
     tracemalloc.start()
@@ -297,9 +472,11 @@ def test_threads(bad):
 def test_progress(capsys, monkeypatch):
     with pytest.raises(TypeError, match="progress is True or False, not 1"):
         flashlit.flash_attention(*inputs(), progress=1)
-    flashlit.flash_attention(*inputs(), progress=True)
-    out, err = capsys.readouterr()
-    assert out == "" and "100%" in err
+    monkeypatch.setattr(fast, "FEW", 0)
+    for threads in (1, 2):
+        quick(*inputs(), progress=True, threads=threads, block_q=33)
+        out, err = capsys.readouterr()
+        assert out == "" and "100%" in err and "8/8" in err  # 2 entries, 4 tiles of rows
     monkeypatch.setitem(sys.modules, "tqdm.auto", None)
     with pytest.raises(ImportError, match=r"flashlit\[progress\]"):
         flashlit.flash_attention(*inputs(), progress=True)
@@ -318,36 +495,86 @@ def test_without_numba():
 # the compiled step
 
 
+def start(rows, dtype, m=-np.inf):
+    """The maximum and the sum before the first tile."""
+    return np.full(rows, m, dtype), np.zeros(rows, dtype)
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_exponentials_to_a_unit_in_the_last_place(dtype):
     least = np.log(np.finfo(dtype).tiny)
     s = np.linspace(least, 0, 400_001).astype(dtype)[None]
     exact = np.exp(s.astype(np.longdouble))
-    exponentials(s, np.zeros(1, dtype))
+    exponentials(s, *start(1, dtype, 0))
     assert (np.abs(s - exact) / np.spacing(exact.astype(dtype))).max() < 1
     below = np.array([[2 * least, -np.inf, 0]], dtype)
-    exponentials(below, np.zeros(1, dtype))
+    exponentials(below, *start(1, dtype, 0))
     assert below.tolist() == [[0, 0, 1]]
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_exponentials_at_every_width(dtype):
+    eps = 4 * np.finfo(dtype).eps
     for n in (*range(1, 71), 500, 512, 513):
         s = normal((3, n), dtype, n)
-        s[0], m = -np.inf, np.array([-np.inf, -np.inf, 0.5], dtype)
+        old = np.array([-np.inf, -np.inf, 0.5], dtype)
+        s[0], m, l = -np.inf, old.copy(), np.array([0, 0, 2.5], dtype)
         want = np.maximum(m, s.max(-1))
         p = s.copy()
-        exponentials(p, m)
-        assert np.array_equal(m, want) and (p[0] == 0).all()
-        np.testing.assert_allclose(p[1:], np.exp(s[1:] - want[1:, None]), rtol=4 * np.finfo(dtype).eps)
+        shrink = exponentials(p, m, l)
+        assert np.array_equal(m, want) and (p[0] == 0).all() and l[0] == 0
+        np.testing.assert_allclose(p[1:], np.exp(s[1:] - want[1:, None]), rtol=eps)
+        np.testing.assert_allclose(shrink, [0, 0, np.exp(old[2] - want[2])], rtol=eps)
+        np.testing.assert_allclose(l, shrink * [0, 0, 2.5] + p.sum(-1, dtype=np.longdouble), rtol=4 * eps)
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_exponentials_of_negative_and_of_equal_scores(dtype):
+    """The maximum is found by the bits, whose order depends on the sign."""
+    for scores in ([-3, -1, -2], [-0.0, 0.0, -0.0], [-1e-30, 1e-30, 0], [5, 5, 5], [-1e30, -1e-30, -1]):
+        s, (m, l) = np.array([scores], dtype), start(1, dtype)
+        exponentials(s, m, l)
+        assert m[0] == max(dtype(x) for x in scores) and s.max() == 1
+
+
+@pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf])
 def test_exponentials_of_what_is_not_finite(bad):
+    """It spoils the sum of its row, in this tile and after the next, and no other's."""
     for j in range(20):
         s = normal((2, 20), seed=j)
         s[0, j] = bad
-        m = np.full(2, -np.inf)
-        exponentials(s, m)
-        assert np.isnan(s[0, j]) and np.isfinite(s[1]).all()
-        assert np.isfinite(np.delete(s[0], j)).all()
+        m, l = start(2, float)
+        for tile in (s, normal((2, 20))):
+            exponentials(tile, m, l)
+            assert np.isnan(l[0]) and np.isfinite(s[1]).all() and np.isfinite([m[1], l[1]]).all()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_exponentials_of_rows_that_are_not_contiguous(dtype):
+    wide = normal((40, 60), dtype, 1)
+    for view in (wide[::2, ::3], wide.T, wide[::-1, ::-1], wide[:, 5:9]):
+        s, one = np.ascontiguousarray(view), start(len(view), dtype)
+        other = start(len(view), dtype)
+        exponentials(s, *one)
+        exponentials(view, *other)
+        same([np.ascontiguousarray(view), other[0]], [s, one[0]])
+        np.testing.assert_allclose(other[1], one[1], rtol=9 * np.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_exponentials_beside_numpy_where_something_is_not_finite(dtype):
+    """Hidden rows, NaN, +inf and -inf at every width: the same maximum and sum, NaN in the same sums."""
+    for n in range(1, 71):
+        s = normal((12, n), dtype, n)
+        s[np.arange(12), np.arange(12) * 5 % n] = np.resize([np.nan, np.inf, -np.inf], 12)
+        s[9:11] = -np.inf
+        m = np.resize(np.array([-np.inf, 0.5, -3], dtype), 12)
+        tiles = [(s.copy(), m.copy(), np.where(m == -np.inf, 0, 2).astype(dtype)) for _ in range(2)]
+        with np.errstate(all="ignore"):
+            shrinks = [f(*tile) for f, tile in zip((exponentials, fast._exponentials), tiles)]
+        (a, x, y), (b, m, l) = tiles
+        odd = np.isnan(l)
+        assert np.array_equal(np.isnan(y), odd) and np.array_equal(x[~odd], m[~odd]) and odd.any()
+        for got, want in ((a, b), (y, l), shrinks):
+            np.testing.assert_allclose(got[~odd], want[~odd], rtol=32 * np.finfo(dtype).eps, atol=0)
+        assert (a[9:11] == 0).all()

@@ -4,7 +4,7 @@ import warnings
 import numpy as np
 import pytest
 
-from helpers import DTYPES, FEW, PATHS, agree, check, naive, normal, qkv, same, tiled
+from helpers import DTYPES, FEW, PATHS, agree, check, naive, normal, qkv, quick, same, tiled, uncompiled
 
 NAN, INF = np.nan, np.inf
 every_path = pytest.mark.parametrize("path", FEW.values(), ids=FEW)
@@ -400,6 +400,19 @@ def test_repeated(path):
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("block", [5, 16, None])
+@pytest.mark.parametrize("path", [quick, uncompiled])
+def test_batch_entry_alone_in_the_fast_loop(path, block, dtype):
+    q, k, v = qkv(33, 33, d=16, lead=(8, 4), kv_lead=(8, 2), dtype=dtype)
+    options = {"block_q": block, "block_kv": block, **OPTIONS}
+    o, lse = path(q, k, v, **options)
+    for b in range(8):
+        alone = slice(b, b + 1)
+        same(path(q[alone], k[alone], v[alone], **options), (o[alone], lse[alone]))
+        same(path(q[b], k[b], v[b], **options), (o[b], lse[b]))
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("block", [5, 16, None])
 def test_batch_entry_alone(block, dtype):
     q, k, v = qkv(33, 33, d=16, lead=(8, 2), dtype=dtype)
     options = {"block_q": block, "block_kv": block, **OPTIONS}
@@ -418,12 +431,11 @@ def test_batch_entry_alone_with_default_tiles_of_several():
 
 def test_a_neighbour_full_of_nan_changes_nothing():
     q, k, v = qkv(9, 9, lead=(2, 2))
-    expected = tiled(q, k, v, **OPTIONS)
+    expected = {path: path(q, k, v, **OPTIONS) for path in (naive, tiled, quick, uncompiled)}
     for x in (q, k, v):
         x[0] = NAN
-    for path in (naive, tiled):
-        got = path(q, k, v, **OPTIONS)
-        agree([x[1] for x in got], [x[1] for x in expected])
+    for path, bits in expected.items():
+        same([x[1] for x in path(q, k, v, **OPTIONS)], [x[1] for x in bits])
 
 
 # One row, one key: none spoils another

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import flashlit
-from flashlit import cases, testing
+from flashlit import cases, testing, tiled
 from flashlit.backward import flash_attention_vjp
 from flashlit.cli import main
 from flashlit.decode import decode_attention
@@ -28,6 +28,7 @@ from flashlit.testing import (
     reference,
     reference_gradients,
 )
+from flashlit.bench import numpy_step
 from helpers import DTYPES, normal, qkv
 from oracle import oracle, within
 
@@ -37,7 +38,9 @@ SMALL = partial(flashlit.flash_attention, block_q=16, block_kv=32)
 ONE_WIDE = partial(flashlit.flash_attention, block_q=1000, block_kv=1)
 RIGHT = {
     "naive": (flashlit.attention, "attention"),
-    "tiled": (flashlit.flash_attention, "attention"),
+    "tiled": (tiled.flash_attention, "attention"),
+    "fast": (flashlit.flash_attention, "attention"),
+    "NumPy's step, small tiles": (numpy_step()(SMALL), "attention"),
     "small tiles": (SMALL, "attention"),
     "tiles of one key": (ONE_WIDE, "attention"),
     "decode": (decode_attention, "attention"),

@@ -8,7 +8,7 @@ import pytest
 
 from flashlit.naive import softmax
 from flashlit.scores import Band, scores
-from helpers import naive, split, tiled
+from helpers import naive, quick, split, tiled, uncompiled
 
 WHY = "the cases of the ONNX standard come with the package onnx, 1.23 or later"
 onnx = pytest.importorskip("onnx", minversion="1.23", reason=WHY)
@@ -17,6 +17,10 @@ from onnx.backend.test.case.node import collect_testcases  # noqa: E402
 SIZES = (1, 2, 3, 5, 1000)  # of tiles, or splits; the last is larger than any input
 PATHS = {"naive": naive} | {
     f"tiles {q} x {kv}": partial(tiled, block_q=q, block_kv=kv) for q, kv in product(SIZES, SIZES)
+} | {
+    f"{name} {q} x {kv}": partial(path, block_q=q, block_kv=kv)
+    for q, kv in zip(SIZES, (3, 1, 1000, 2, 5))
+    for name, path in (("fast", quick), ("NumPy's step", uncompiled))
 } | {f"splits {n}": partial(split, splits=n) for n in SIZES}
 
 

@@ -34,7 +34,7 @@ ARROWS = {  # what a module may import from its own package
     "variants": {"scores", "traffic"},
     "compiled": set(),
     "fast": {"compiled", "inputs", "naive", "online", "scores", "tiled"},
-    "backward": {"inputs", "naive", "online", "scores", "tiled", "traffic"},
+    "backward": {"fast", "inputs", "naive", "online", "scores", "tiled", "traffic"},
     "decode": {"fast", "inputs", "online", "scores", "tiled", "traffic"},
     "cases": set(),
     "testing": {"cases"},

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers import DTYPES, agree, naive, normal, qkv, same, split, tiled, vjp
+from helpers import DTYPES, agree, naive, normal, qkv, quick, same, split, tiled, uncompiled, vjp
 from oracle import largest, oracle, plain, visible, within
 from oracle_grad import oracle_vjp
 from flashlit.scores import Band, pairs
@@ -124,6 +124,7 @@ def test_every_option_at_once(kind, data, blocks):
     sizes = largest(given_[2]), largest(refs[1])
     splits = data.draw(st.integers(1, 11))
     paths = {"naive": naive, "tiled": partial(tiled, **blocks), "split": partial(split, splits=splits)}
+    paths |= {"fast": partial(quick, **blocks), "NumPy's step": partial(uncompiled, **blocks)}
     for name, path in paths.items():
         got = path(*given_, return_lse=True, **options)
         for x, ref, low, size in zip(got, refs, lows, sizes, strict=True):
@@ -140,7 +141,7 @@ def test_gradients_of_every_option_at_once(kind, data, blocks, order):
     do, dlse = normal(o.shape, o.dtype, seed), normal(lse.shape, lse.dtype, seed + 1)
     dlse = data.draw(st.sampled_from([dlse, None]))
     (x, y), grads = vjp(*given_, do, dlse, order, **blocks, **options)
-    same((x, y), tiled(*given_, return_lse=True, **blocks, **options))
+    same((x, y), quick(*given_, return_lse=True, **blocks, **options))
     refs = {name: x for name, x in oracle_vjp(*given_, do, dlse, **options).items() if x is not None}
     size = max(1, *map(largest, refs.values()))
     for name, ref in refs.items():
@@ -154,19 +155,21 @@ def test_gradients_of_every_option_at_once(kind, data, blocks, order):
 def test_tiled_is_naive_in_every_type(call, blocks):
     given_, options = call
     o, lse = naive(*given_, return_lse=True, **options)
-    x, y = tiled(*given_, return_lse=True, **blocks, **options)
     eps = {4: 1e-6, 2: 1e-2 if given_[0].dtype != np.float16 else 1e-3}[o.dtype.itemsize]
-    assert x.dtype == o.dtype and y.dtype == lse.dtype
-    np.testing.assert_allclose(x.astype(float), o.astype(float), rtol=eps, atol=4 * eps)
-    np.testing.assert_allclose(y, lse, rtol=1e-6, atol=4e-6)
+    for path in (tiled, quick, uncompiled):
+        x, y = path(*given_, return_lse=True, **blocks, **options)
+        assert x.dtype == o.dtype and y.dtype == lse.dtype
+        np.testing.assert_allclose(x.astype(float), o.astype(float), rtol=eps, atol=4 * eps)
+        np.testing.assert_allclose(y, lse, rtol=1e-6, atol=4e-6)
 
 
 @given(calls(), BLOCKS)
 def test_o_needs_no_lse(call, blocks):
     given_, options = call
     same([naive(*given_, **options)], naive(*given_, return_lse=True, **options)[:1])
-    o = tiled(*given_, return_lse=True, **blocks, **options)[0]
-    same([tiled(*given_, **blocks, **options)], [o])
+    for path in (tiled, quick):
+        o = path(*given_, return_lse=True, **blocks, **options)[0]
+        same([path(*given_, **blocks, **options)], [o])
 
 
 @given(SHAPES, st.permutations(range(9)), st.integers(0, 10**6), BLOCKS)
@@ -175,7 +178,7 @@ def test_order_of_keys_does_not_matter(shape, order, seed, blocks):
     q, k, v = qkv(n, m, seed=seed)
     bias = normal((n, m), seed=seed)
     order = [j for j in order if j < m]
-    for path, tile in ((naive, {}), (tiled, blocks)):
+    for path, tile in ((naive, {}), (tiled, blocks), (quick, blocks), (uncompiled, blocks)):
         a = path(q, k, v, bias=bias, return_lse=True, **tile)
         b = path(q, k[order], v[order], bias=bias[:, order], return_lse=True, **tile)
         agree(a, b)
@@ -185,7 +188,7 @@ def test_order_of_keys_does_not_matter(shape, order, seed, blocks):
 def test_a_constant_added_to_a_row_moves_only_its_lse(shape, c, seed, blocks):
     n, m = shape
     q, k, v = qkv(n, m, seed=seed)
-    for path, tile in ((naive, {}), (tiled, blocks)):
+    for path, tile in ((naive, {}), (tiled, blocks), (quick, blocks), (uncompiled, blocks)):
         o, lse = path(q, k, v, return_lse=True, **tile)
         moved = path(q, k, v, bias=np.full((n, 1), c), return_lse=True, **tile)
         agree(moved, (o, lse + c), size=4 * abs(c))
@@ -205,7 +208,7 @@ def test_a_hidden_key_changes_nothing(call, blocks, at, held):
         "bias": np.insert(bias, at, held, axis=-1),
     }
     k2, v2 = np.insert(k, at, held, axis=-2), np.insert(v, at, held, axis=-2)
-    for path, tile in ((naive, {}), (tiled, blocks)):
+    for path, tile in ((naive, {}), (tiled, blocks), (quick, blocks), (uncompiled, blocks)):
         a = path(q, k, v, mask=mask, bias=bias, return_lse=True, **tile, **options)
         agree(path(q, k2, v2, return_lse=True, **tile, **more, **options), a, size=10)
 

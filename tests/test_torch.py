@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from flashlit.variants import alibi_bias, alibi_slopes
-from helpers import DTYPES, normal, same, tiled, vjp
+from helpers import DTYPES, normal, quick, same, tiled, uncompiled, vjp
 from oracle import largest, within
 
 WHY = "the peer is PyTorch; `make setup` installs its CPU build where there is one"
@@ -166,13 +166,15 @@ def compare(c):
     block_q, block_kv = TILES[seed % 3]
     blocks = {"block_q": block_q, "block_kv": block_kv}
     got, grads = vjp(q, k, v, do, dlse, order, **blocks, **options)
-    same(got, tiled(q, k, v, return_lse=True, **blocks, **options))
+    same(got, quick(q, k, v, return_lse=True, **blocks, **options))
     refs, ref_grads = peer("float64", *given, options)
     lows, low_grads = refs, ref_grads
     if c.dtype != "float64":
         lows, low_grads = peer(c.dtype, *given, options)
-    for name, x, ref, low in zip(("o", "lse"), got, refs, lows):
-        near(c, name, x, ref, low, largest(ref), FORWARD)
+    others = [f(q, k, v, return_lse=True, **blocks, **options) for f in (tiled, uncompiled)]
+    for pair in (got, *others):
+        for name, x, ref, low in zip(("o", "lse"), pair, refs, lows):
+            near(c, name, x, ref, low, largest(ref), FORWARD)
     size = max(map(largest, ref_grads.values()))
     for name, ref in ref_grads.items():
         near(c, f"d{name}", getattr(grads, name), ref, low_grads[name], size, BACKWARD)
