@@ -166,8 +166,8 @@ def agree(
 
 # %% ../nbs/bench.ipynb #times
 PAUSE = 0.15  # seconds in which the threads of the last one fall asleep,
-WARM = 0.02  # in which those of the next one find a core each,
-LEAST = 0.01  # and that are measured, if one call is shorter
+WARM = 0.1  # in which those of the next one find a core each,
+LEAST = 0.02  # and that are measured, if one call is shorter
 
 
 def _seconds(f, least):
@@ -182,9 +182,6 @@ def _seconds(f, least):
 def _turn(f):
     "One turn of one that is timed."
     time.sleep(PAUSE)
-    seconds, out = _seconds(f, 0)
-    if seconds > 5 * WARM:
-        return seconds, out
     _seconds(f, WARM)
     return _seconds(f, LEAST)
 
