@@ -191,9 +191,9 @@ def times(
     repeats: int = 7,  # turns
     compare: bool = True,  # whether all should give the same array
 ) -> dict:  # name -> median seconds of a call
-    "All take turns, after a warm-up of two."
+    "All take turns, after one that does not count."
     taken = {name: [] for name in runs}
-    for turn in range(-2, repeats):
+    for turn in range(-1, repeats):
         done = {name: _turn(f) for name, f in runs.items()}
         _, first = next(iter(done.values()))
         for name, (seconds, out) in done.items():
@@ -352,7 +352,7 @@ def parts(
 ) -> list:  # a row for each path: part -> ns a score, None if not its own
     "One thread at work on one tile, part by part."
     tile, taken = _Tile(head_dim), {}
-    with fast._one_thread:
+    with fast._one_thread.hold():
         for turn in range(turns + 5):
             for path in paths():
                 for part in ("scores", *_STEPS[path], "values", "rescale"):

@@ -193,27 +193,43 @@ class _OneThread:
     "While any call is at work, BLAS keeps to one thread."
 
     def __init__(self):
-        self.lock, self.calls, self.before = threading.Lock(), 0, []
+        self.lock, self.holders, self.before = threading.Lock(), set(), []
 
-    def __enter__(self):
+    @contextlib.contextmanager
+    def hold(self):
+        "An interrupt may come at any point, even in here."
+        me = object()
+        try:
+            self._enter(me)
+            yield
+        finally:
+            try:
+                self._leave(me)
+            except BaseException:
+                self._leave(me)
+                raise
+
+    def _enter(self, me):
         with self.lock:
-            self.calls += 1
-            if self.calls == 1:
+            if not self.holders:
                 self.before = [lib.num_threads for lib in _blas()]
+            self.holders.add(me)
             for lib in _blas():  # OpenMP has a setting for each thread
                 _set_threads(lib, 1)
 
-    def __exit__(self, *_):
+    def _leave(self, me):
         with self.lock:
-            self.calls -= 1
+            self.holders.discard(me)
             for lib, threads in zip(_blas(), self.before):
                 own = getattr(lib, "threading_layer", None) == "openmp"
-                if own or self.calls == 0:
+                if own or not self.holders:
                     _set_threads(lib, threads)
+            if not self.holders:
+                self.before = []
 
     def after_fork(self):
         "A child has none of its parent's threads."
-        if self.calls:
+        if self.holders:
             for lib, threads in zip(_blas(), self.before):
                 _set_threads(lib, threads)
         self.__init__()
@@ -255,7 +271,7 @@ def _pool(helpers):
 def _take(queue, work, stop, shown):
     "Takes tasks until there are none, or one has failed on any thread."
     try:
-        with _one_thread, np.errstate(all="ignore"):
+        with _one_thread.hold(), np.errstate(all="ignore"):
             for task in queue:
                 if stop.is_set():
                     break

@@ -307,8 +307,9 @@ def at(
 ) -> tuple:
     "The key of one tile of all heads of a group; axes of length 1 broadcast."
     parts = [*head, rows, cols][len(head) + 2 - x.ndim :]
-    whole = [slice(None) if isinstance(p, slice) else 0 for p in parts]
-    return tuple(w if n == 1 else p for n, w, p in zip(x.shape, whole, parts))
+    whole = {True: slice(None), False: 0}
+    pairs = zip(x.shape, parts)
+    return tuple(whole[isinstance(p, slice)] if n == 1 else p for n, p in pairs)
 
 
 def shared(
