@@ -36,6 +36,18 @@ def _scaled(ds, x, s, scale):
     return multiply(weigh(ds, x, s), scale)
 
 
+def _row_sum(x, do):
+    "The sum of x * do along each row, the same for D and for dP."
+    return np.where(x == 0, 0, x * do).sum(-1)
+
+
+def _over_one(excess, p, do, v, D):
+    "dP - D, in place, with dP summed as D was where a weight rounds to 1."
+    g, i, j = np.nonzero(p >= 1)
+    excess[g, i, j] = _row_sum(v[j], do[g, i]) - D[g, i, 0]
+    return excess
+
+
 def _slope(capped, c):
     "The derivative of c * tanh(s / c), from its value."
     t = (capped / np.float64(c)).astype(capped.dtype)
@@ -56,7 +68,7 @@ def _tile(call, place, row, key):
     hidden = s == -np.inf
     p = np.where(hidden, 0, np.exp(s - lse - rest))
     excess = do @ v.T - D
-    excess = np.where(p < 1, excess, 0 * excess)
+    excess = _over_one(excess, p, do, v, D)
     dlogits = ds = np.where(hidden, 0, p * (excess + dlse))
     if call.softcap is not None:
         ds = np.where(hidden, 0, ds * _slope(capped, call.softcap))
@@ -185,7 +197,7 @@ def _queries_outside(call, per_row, sums, head, segment, block_q, block_kv):
 def _row_sums(call, per_row, sums, head, rows):
     "Writes D, and adds up the gradient of the sinks."
     o, do = (call.queries(x, head, rows) for x in (call.o, per_row.do))
-    D = np.where(o == 0, 0, o * do).sum(-1, keepdims=True)
+    D = _row_sum(o, do)[..., None]
     per_row.D[(*head, rows)] = D[..., 0] if head else D[0, :, 0]
     if call.sinks is not None:
         sink, dlse = call.sink(head), _numbers(call, per_row.dlse, head, rows)

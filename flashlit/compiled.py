@@ -25,8 +25,21 @@ def constants(
     return *map(real, numbers), tuple(map(real, series))
 
 # %% ../nbs/10_compiled.ipynb #scalar
-_OPTIONS = dict(nogil=True, cache=True, error_model="numpy")
 _WHOLE = {np.float32: np.int32, np.float64: np.int64}  # of as many bits
+
+
+def _jit(**options):
+    "njit; what it compiles is kept on disk where there is a place for it."
+    options |= dict(nogil=True, error_model="numpy")
+
+    def compiled(f):
+        "For use as a decorator."
+        try:
+            return njit(cache=True, **options)(f)
+        except RuntimeError:  # neither the package nor the home is writable
+            return njit(**options)(f)
+
+    return compiled
 
 
 def scalar_exp(
@@ -36,7 +49,7 @@ def scalar_exp(
     per_ln2, shift, high, low, least, series = constants(real)
     move, zero, whole = np.finfo(real).nmant, real(0), _WHOLE[real]
 
-    @njit(fastmath={"contract"}, **_OPTIONS)
+    @_jit(fastmath={"contract"})
     def exp(x):
         "A power of two times a polynomial."
         total = x * per_ln2 + shift
@@ -56,7 +69,7 @@ def _largest(real):
     whole = _WHOLE[real]
     sign, rest = np.iinfo(whole).bits - 1, whole(np.iinfo(whole).max)
 
-    @njit(**_OPTIONS)
+    @_jit()
     def largest(bits, i, start):
         "Row i of the bits of a tile."
         top = ~rest
@@ -74,7 +87,7 @@ def _compile(real):
     exp, largest = scalar_exp(real), _largest(real)
     zero, whole = real(0), _WHOLE[real]
 
-    @njit(fastmath={"reassoc"}, **_OPTIONS)
+    @_jit(fastmath={"reassoc"})
     def total(s, i):
         "The sum of row i, in any order."
         add = zero
@@ -82,7 +95,7 @@ def _compile(real):
             add += s[i, j]
         return add
 
-    @njit(fastmath={"contract"}, **_OPTIONS)
+    @_jit(fastmath={"contract"})
     def step(s, m, l):
         "In place, row by row."
         shrink, bits = np.empty_like(m), s.view(whole)
@@ -102,9 +115,9 @@ _STEPS = {np.dtype(real): _compile(real) for real in _WHOLE}
 
 
 def exponentials(
-    s: np.ndarray,  # (rows, keys) logits; becomes exp(s - m)
-    m: np.ndarray,  # (rows,) maximum so far; becomes the larger one
+    s: np.ndarray,  # (..., keys) logits; becomes exp(s - m)
+    m: np.ndarray,  # (rows,), one for each, maximum so far; becomes the larger
     l: np.ndarray,  # (rows,) sum so far, scaled to m; takes in the new ones
 ) -> np.ndarray:  # (rows,) exp(old m - m), by which earlier sums shrink
     "A tile's step, in place: -inf gives 0, NaN spoils its row."
-    return _STEPS[s.dtype](s, m, l)
+    return _STEPS[s.dtype](s.reshape(len(m), -1), m, l)

@@ -40,8 +40,7 @@ def _tasks(call, splits):
 
 def _part(call, head, rows, segment, n):
     "(o, lse) of one query tile against one run of the keys alone."
-    every = call.group * (rows.stop - rows.start)
-    size = keys_of_tile(every, call.work.itemsize)
+    size = keys_of_tile(rows.stop - rows.start, call.work.itemsize)
     state = fast_state(call, head, rows, segment, size, sink=n == 0)
     m, l = (x.astype(np.float64) for x in state[:2])
     return finish(Partial(m, l, state.o))

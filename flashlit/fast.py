@@ -11,10 +11,10 @@ import math
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
+from queue import SimpleQueue
 import numpy as np
 from .inputs import Call, Lengths, Segment, at, check
 from .naive import weigh
@@ -26,14 +26,14 @@ from .tiled import tile_state, tiles
 # %% ../nbs/11_fast.ipynb #step
 def _exponentials(s, m, l):
     "In place: s becomes exp(s - m) with the new m; by what l has shrunk."
-    old = m.copy()
-    np.maximum(m, s.max(-1), out=m)
+    old, p = m.copy(), s.reshape(len(m), -1)
+    np.maximum(m, p.max(-1), out=m)
     top = np.where(m == -np.inf, 0, m)
-    s -= top[:, None]
-    np.exp(s, out=s)
+    p -= top[:, None]
+    np.exp(p, out=p)
     shrink = np.exp(old - top)
     l *= shrink
-    l += s @ np.ones(s.shape[1], s.dtype)
+    l += (s @ np.ones(s.shape[-1], s.dtype)).ravel()
     return shrink
 
 
@@ -51,7 +51,7 @@ def _absorb(state, s, v, careful):
     "join(state, attend(s, v)), in place where that is safe."
     m, l, o = state
     seen = s.copy() if careful else None
-    shrink = _step()(s.reshape(len(m), -1), m, l)[:, None]
+    shrink = _step()(s, m, l)[:, None]
     if careful:
         part = np.stack([weigh(*x) for x in zip(s, v, seen)])
         return Partial(m, l, o * shrink + part.reshape(o.shape))
@@ -233,7 +233,7 @@ class _OneThread:
             for lib, threads in zip(_blas(), self.before):
                 _set_threads(lib, threads)
         self.__init__()
-        _pool.cache_clear()
+        _helpers.cache_clear()
 
 
 _one_thread = _OneThread()
@@ -261,13 +261,46 @@ def _bar(progress, tasks):
         raise ImportError(said) from None
     return tqdm(total=len(tasks), unit="tile")
 
-# %% ../nbs/11_fast.ipynb #run-2
+# %% ../nbs/11_fast.ipynb #helpers
 @cache
-def _pool(helpers):
-    "Threads that wait for the next call: to start one takes longer."
-    return ThreadPoolExecutor(helpers)
+def _helpers(count):
+    "A queue, and threads that call what they find there."
+    queue = SimpleQueue()
+
+    def serve():
+        "Keeps nothing of a job that is done."
+        while True:
+            queue.get()()
+
+    with contextlib.suppress(RuntimeError):  # no more threads: do with fewer
+        for _ in range(count):
+            threading.Thread(target=serve, daemon=True).start()
+    return queue
 
 
+class _Job:
+    "Work for one helper."
+
+    def __init__(self, work):
+        self.work, self.error = work, None
+        self.claim, self.over = threading.Lock(), threading.Event()
+
+    def __call__(self):
+        if self.claim.acquire(blocking=False):
+            try:
+                self.work()
+            except BaseException as error:
+                self.error = error
+            self.over.set()
+
+    def end(self):
+        "Cancels or awaits it: the error it met, or None."
+        if self.claim.acquire(blocking=False):
+            self.over.set()
+        self.over.wait()
+        return self.error
+
+# %% ../nbs/11_fast.ipynb #run-2
 def _take(queue, work, stop, shown):
     "Takes tasks until there are none, or one has failed on any thread."
     try:
@@ -290,18 +323,21 @@ def run(
     progress: bool = False,  # show a bar
 ) -> None:
     "All tasks, in the order of the list, each on the next free thread."
-    stop, jobs = threading.Event(), []
+    stop = threading.Event()
     with _bar(progress, tasks) as shown:
         take = partial(_take, iter(tasks), work, stop, shown)
+        jobs = [_Job(take) for _ in range(min(threads, len(tasks)) - 1)]
         try:
-            for _ in range(min(threads, len(tasks)) - 1):
-                jobs.append(_pool(threads - 1).submit(take))
+            for job in jobs:
+                _helpers(threads - 1).put(job)
             take()
             for job in jobs:
-                job.cancel() or job.result()
+                if job.end():
+                    raise job.error
         except BaseException:
             stop.set()
-            wait([job for job in jobs if not job.cancel()])
+            for job in jobs:
+                job.end()
             raise
 
 # %% ../nbs/11_fast.ipynb #crew
@@ -334,16 +370,10 @@ def keys_of_tile(
     itemsize: int,  # bytes of a score
 ) -> int:  # B_c where the caller has not said
     "Keys whose scores fill the cache next to a core."
-    row = min(max(1, rows), ROWS) * itemsize
+    row = min(max(1, rows), BLOCK_Q) * itemsize
     return min(max(_near() // row, BLOCK_KV), 16 * BLOCK_KV)
 
 # %% ../nbs/11_fast.ipynb #every_tile
-def _keys(call, heads, rows):
-    "B_c for tasks of so many rows of each head."
-    together = max((h[-1].stop - h[-1].start for h in heads if h), default=1)
-    return keys_of_tile(together * rows, call.work.itemsize)
-
-
 def every_tile(
     call: Call,  # a checked call
     use: Callable,  # is called with head, rows and the finished Partial
@@ -356,7 +386,8 @@ def every_tile(
     n, tasks = min(call.q.shape[-2], block_q), []
     heads = call.heads() if call.metered else _heads(call, n)
     if block_kv is None:
-        block_kv = BLOCK_KV if call.metered else _keys(call, heads, n)
+        size = keys_of_tile(n, call.work.itemsize)
+        block_kv = BLOCK_KV if call.metered else size
 
     def work(head, rows, segment):
         "One task."

@@ -622,6 +622,49 @@ def metered_vjp(p, order, *, with_lse=False):
     return forward, meter, [x._array for x in got[:3]], (do, dlse)
 
 
+@each_order
+@pytest.mark.parametrize("low, value, dtype", [
+    (-18.0, 1e4, "float32"), (-17.0, 100.0, "float32"), (-20.7, 1e10, "float32"), (-40.0, 1e20, "float64"),
+])  # fmt: skip
+def test_a_weight_that_rounds_to_one_beside_a_large_value(low, value, dtype, order):
+    """The other key has next to no weight, and its value makes up for that."""
+    q, k = np.array([[1, 0]], dtype), np.array([[0, 3], [low, 5]], dtype)
+    v, do = np.array([[0], [value]], dtype), np.ones((1, 1), dtype)
+    want = oracle_vjp(q, k, v, do, scale=1.0)
+    got = gradients(q, k, v, do, order=order, scale=1.0)
+    for name in "qkv":
+        ref = np.asarray(want[name], np.float64)
+        np.testing.assert_allclose(getattr(got, name), ref, rtol=1e-5, atol=1e-5 * np.abs(ref).max())
+
+
+@each_order
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_dominant_key_among_many(dtype, order):
+    """A key whose weight rounds to 1, with a small value, and 63 others with large ones."""
+    q, (k, v) = np.ones((1, 8)), normal((2, 64, 8), "float64", 3)
+    k[1:], v[1:], v[0] = k[1:] / 8 - 7, 100 * v[1:], v[0] / 8
+    k[0] = 0
+    q, k, v, do = (x.astype(DTYPES[dtype]) for x in (q, k, v, normal((1, 8))))
+    do = do.astype(np.float32 if "float8" in dtype else do.dtype)
+    got = gradients(q, k, v, do, order=order)
+    want = oracle_vjp(q, k, v, do)
+    eps = {8: 1e-13, 4: 1e-5}.get(np.dtype(DTYPES[dtype]).itemsize, 0.02)
+    for name in "qkv":
+        ref = np.asarray(want[name], np.float64)
+        error = np.abs(getattr(got, name).astype(float) - ref).max()
+        assert error <= eps * max(1e-3, np.abs(ref).max()), name
+
+
+def test_a_key_alone_gets_no_gradient():
+    """Causal row 0, at values that do not add up the same in any order."""
+    q, k, v = qkv(3, 3, 8, 37, dtype="float32")
+    k *= np.float32(1e20)
+    do = np.zeros((3, 37), np.float32)
+    do[0] = normal(37, "float32", 9)
+    got = gradients(q, k, v, do, causal=True)
+    assert not got.q.any() and not got.k.any()
+
+
 # heads on several threads
 
 SHARED = {

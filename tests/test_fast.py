@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 import tracemalloc
+import weakref
 
 import numpy as np
 import pytest
@@ -99,6 +100,14 @@ def test_any_chunk_of_heads(step, blocks, group, options):
     options = options | dict(zip(("block_q", "block_kv"), blocks), return_lse=True)
     want = tiled(*given_, **options)
     agree(quick(*given_, **options), want, size(*want))
+
+
+@pytest.mark.parametrize("n, m", [(128, 3000), (63, 5000), (101, 2048), (256, 1500), (1, 2100), (5, 70)])
+def test_a_head_alone_has_the_bits_it_has_among_others(step, n, m):
+    q, k, v = (normal((4, x, 32), "float32", i) for i, x in enumerate((n, m, m)))
+    want = quick(q, k, v, return_lse=True)
+    for h in (1, 2, 3):
+        same(quick(q[:h], k[:h], v[:h], return_lse=True), [x[:h] for x in want])
 
 
 def test_heads_of_a_task_do_not_depend_on_the_batch(monkeypatch):
@@ -391,22 +400,57 @@ def test_an_error_in_a_task_ends_the_call(three, threads):
     assert len(done) < 100  # no thread goes on by itself
 
 
-def test_a_thread_that_cannot_be_started(three, monkeypatch):
-    """The helper that has begun stops, and nothing is at work afterwards."""
-    class Pool:
-        submitted = 0
+def test_threads_that_cannot_be_started(three, monkeypatch):
+    """The call does with those that there are."""
+    start, started = threading.Thread.start, []
 
-        def submit(self, *job):
-            self.submitted += 1
-            if self.submitted == 2:
-                raise RuntimeError("can't start new thread")
-            return real.submit(*job)
+    def refuse(thread):
+        started.append(thread)
+        if len(started) > 1:
+            raise RuntimeError("can't start new thread")
+        start(thread)
 
-    done, real, pool = [], fast._pool(2), Pool()
-    monkeypatch.setattr(fast, "_pool", lambda helpers: pool)
-    with pytest.raises(RuntimeError, match="can't start"):
-        fast.run(lambda i: (time.sleep(0.002), done.append(i)), [(i,) for i in range(500)], 3)
-    assert len(done) < 100
+    fast._helpers.cache_clear()
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    done = []
+    fast.run(lambda i: done.append(i), [(i,) for i in range(50)], 5)
+    fast._helpers.cache_clear()
+    assert sorted(done) == [*range(50)] and len(started) == 2
+
+
+def test_helpers_keep_nothing_of_a_call():
+    """Nor does the call keep what a helper has done."""
+    class Tile:
+        pass
+
+    both, tile = threading.Barrier(2), Tile()
+    gone = weakref.ref(tile)
+    fast.run(lambda tile: both.wait(20), [(tile,)] * 2, 2)
+    del tile
+    for _ in range(100):
+        if gone() is None:
+            break
+        time.sleep(0.01)
+    assert gone() is None
+
+
+ENDING = """
+import atexit, threading, time, numpy as np, flashlit
+x = np.ones((8, 1100, 16), np.float32)
+def call(name):
+    o = flashlit.flash_attention(x, x, x, threads=2)
+    print(name, bool(np.abs(o - 1).max() < 1e-5), flush=True)
+def late():
+    time.sleep(0.3)
+    call("thread")
+atexit.register(call, "exit")
+threading.Thread(target=late).start()
+"""
+
+
+def test_calls_while_python_ends():
+    done = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True, timeout=100)
+    assert sorted(done.stdout.splitlines()) == ["exit True", "thread True"] and done.stderr == ""
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -580,6 +624,17 @@ def test_without_numba():
         "import numpy as np, flashlit; from flashlit import fast\n"
         "x = np.ones((2, 40, 8)); o = flashlit.flash_attention(x, x, x, causal=True)\n"
         "assert np.abs(o - 1).max() < 1e-14 and fast._step() is fast._exponentials"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_without_a_place_for_compiled_code():
+    code = (
+        "from numba.core import caching\n"
+        "caching.CacheImpl._locator_classes = []\n"
+        "import numpy as np; from flashlit import fast\n"
+        "m, l = np.zeros((2, 1)); assert fast._step()(np.zeros((1, 3)), m, l) == 1 and l == 3\n"
+        "assert fast._step().__module__ == 'flashlit.compiled'"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
