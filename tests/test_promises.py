@@ -166,14 +166,15 @@ def test_all_names_exist(module):
 
 
 def peak(path, n, **options):
-    """Bytes in use at most during a call, beyond its inputs and its output."""
+    """Bytes in use at most during a call, beyond its inputs and its output; other threads can only add to it."""
     q, k, v = qkv(n, n, d=16, dtype="float32")
-    out = np.empty_like(q)
-    tracemalloc.start()
-    path(q, k, v, out=out, **options)
-    used = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    return used
+    out, used = np.empty_like(q), []
+    for _ in range(3):
+        tracemalloc.start()
+        path(q, k, v, out=out, **options)
+        used.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    return min(used)
 
 
 def growth(path, lengths, **options):
