@@ -43,9 +43,15 @@ def _row_sum(x, do):
 
 def _over_one(excess, p, do, v, D):
     "dP - D, in place, with dP summed as D was where a weight rounds to 1."
-    g, i, j = np.nonzero(p >= 1)
+    g, i, j = np.unravel_index(np.flatnonzero(p >= 1), p.shape)
     excess[g, i, j] = _row_sum(v[j], do[g, i]) - D[g, i, 0]
     return excess
+
+
+def _shown(x, hidden):
+    "x with zeros where a score is hidden, in place."
+    np.copyto(x, 0, where=hidden)
+    return x
 
 
 def _slope(capped, c):
@@ -66,12 +72,12 @@ def _tile(call, place, row, key):
     capped = call.scores(q, k)
     s = call.hide(capped, *place)
     hidden = s == -np.inf
-    p = np.where(hidden, 0, np.exp(s - lse - rest))
+    p = _shown(np.exp(s - lse - rest), hidden)
     excess = do @ v.T - D
     excess = _over_one(excess, p, do, v, D)
-    dlogits = ds = np.where(hidden, 0, p * (excess + dlse))
+    dlogits = ds = _shown(p * (excess + dlse), hidden)
     if call.softcap is not None:
-        ds = np.where(hidden, 0, ds * _slope(capped, call.softcap))
+        ds = _shown(ds * _slope(capped, call.softcap), hidden)
     dq = _scaled(ds, k, s, call.tau)
     q, do, p, s, ds = (_stack(x) for x in (q, do, p, s, ds))
     dk = _scaled(ds.T, q, s.T, call.tau)

@@ -301,18 +301,16 @@ class _Job:
         return self.error
 
 # %% ../nbs/11_fast.ipynb #run-2
-def _take(queue, work, stop, shown):
-    "Takes tasks until there are none, or one has failed on any thread."
+def _take(queue, work, shown):
+    "Takes tasks until none is left; after an error there is none."
     try:
         with _one_thread.hold(), np.errstate(all="ignore"):
             for task in queue:
-                if stop.is_set():
-                    break
                 work(*task)
                 if shown is not None:
                     shown.update()
     except BaseException:
-        stop.set()
+        list(queue)  # takes all that are left
         raise
 
 
@@ -323,9 +321,9 @@ def run(
     progress: bool = False,  # show a bar
 ) -> None:
     "All tasks, in the order of the list, each on the next free thread."
-    stop = threading.Event()
+    queue = iter(tasks)
     with _bar(progress, tasks) as shown:
-        take = partial(_take, iter(tasks), work, stop, shown)
+        take = partial(_take, queue, work, shown)
         jobs = [_Job(take) for _ in range(min(threads, len(tasks)) - 1)]
         try:
             for job in jobs:
@@ -335,7 +333,7 @@ def run(
                 if job.end():
                     raise job.error
         except BaseException:
-            stop.set()
+            list(queue)
             for job in jobs:
                 job.end()
             raise

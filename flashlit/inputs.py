@@ -267,7 +267,8 @@ def _check_lengths(lengths, band, lead, seq_q, seq_kv):
     cu_kv = _offsets(cu_kv, "cu_seqlens_kv", seq_kv)
     if len(cu_q) != len(cu_kv):
         got = f"{len(cu_q) - 1} and {len(cu_kv) - 1}"
-        raise ValueError(f"queries and keys are packed in as many; got {got}")
+        said = "cu_seqlens_q and cu_seqlens_kv hold as many sequences"
+        raise ValueError(f"{said}, not {got}")
     return None, cu_q, cu_kv
 
 # %% ../nbs/inputs.ipynb #pages

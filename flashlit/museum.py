@@ -697,7 +697,7 @@ _hang(
     ),
     Exhibit(
         "empty-row-poisons-dv", "vjp", 8, "backward",
-        "p = np.where(hidden, 0, np.exp(s - lse - rest))",
+        "p = _shown(np.exp(s - lse - rest), hidden)",
         "p = np.exp(s - lse - rest)",
         "ROCm/aiter#3551",
         "NaN from a row without keys reaches every dv",

@@ -145,7 +145,7 @@ def _window(window):
         return None, None
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise ValueError(
-            f"window is a pair (left, right) or None, not {window!r}"
+            f"window is a tuple (left, right) or None, not {window!r}"
         )
     return tuple(None if x is None else _bound(x, window) for x in window)
 

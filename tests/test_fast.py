@@ -400,6 +400,45 @@ def test_an_error_in_a_task_ends_the_call(three, threads):
     assert len(done) < 100  # no thread goes on by itself
 
 
+def test_an_interrupt_before_the_caller_works(monkeypatch):
+    """The helper that has begun takes no further task, and is waited for."""
+    done, begun = [], threading.Event()
+
+    def work(i):
+        begun.set()
+        time.sleep(0.002)
+        done.append(i)
+
+    class Queue:
+        def put(self, job):
+            if begun.is_set():
+                raise KeyboardInterrupt
+            threading.Thread(target=job).start()
+            begun.wait()
+
+    monkeypatch.setattr(fast, "_helpers", lambda count: Queue())
+    with pytest.raises(KeyboardInterrupt):
+        fast.run(work, [(i,) for i in range(500)], 3)
+    assert done and len(done) < 100
+    before = len(done)
+    time.sleep(0.01)
+    assert len(done) == before
+
+
+def test_an_error_that_only_a_helper_meets(monkeypatch):
+    """The caller raises it, though its own tasks went well."""
+    caller, failed = threading.current_thread(), threading.Event()
+
+    def work(i):
+        if threading.current_thread() is not caller:
+            failed.set()
+            raise KeyError("of a helper")
+        assert failed.wait(10)
+
+    with pytest.raises(KeyError, match="of a helper"):
+        fast.run(work, [(i,) for i in range(2)], 2)
+
+
 def test_threads_that_cannot_be_started(three, monkeypatch):
     """The call does with those that there are."""
     start, started = threading.Thread.start, []
@@ -573,7 +612,7 @@ def test_a_child_that_is_forked_while_a_call_is_at_work(three):
     at_work.wait(10)
     child = os.fork()
     if child == 0:
-        ok = blas_threads() == before
+        ok = blas_threads() == before and not fast._helpers.cache_info().currsize  # none of its parent's
         o = flashlit.flash_attention(*[np.ones((4, 1000, 8), np.float32)] * 3, threads=2)
         os._exit(0 if ok and np.abs(o - 1).max() < 1e-5 and blas_threads() == before else 1)
     go.set()
