@@ -23,6 +23,7 @@ from flashlit.bench import Case, arrays, rounded, times
 from flashlit.cli import _bench_text, _table
 
 SHORT = (16, 32, 64, 128, 256)
+STEPWISE = [*bench.both((1, 8, 2048, 64)), Case(1, 8, 64, 64)]
 LENGTHS = [2**i for i in range(9, 17)]
 LONG = {131072: 64, 8192: 16}  # tokens -> MiB that are allowed
 MEMORY = """
@@ -145,6 +146,10 @@ def parts(_):
     return [row for d in (64, 128) for row in bench.parts(d)]
 
 
+def ladder(repeats):
+    return [row for case in STEPWISE for row in bench.ladder(case, repeats)]
+
+
 def share(repeats):
     return [row for case in bench.CASES for row in bench.share(case, repeats)]
 
@@ -155,7 +160,7 @@ def growth(repeats):
 
 SECTIONS = dict(
     float64=double, grouped=grouped, backward=backward, short=short, threads=threads,
-    memory=memory, parts=parts, share=share, growth=growth,
+    memory=memory, parts=parts, ladder=ladder, share=share, growth=growth,
 )  # fmt: skip
 NEED_TORCH = "grouped", "backward", "short"
 
@@ -216,28 +221,28 @@ def targets(run):
     long = [r for r in run["growth"] if r["seq_len"] >= 2048]
     window = [r for r in run["growth"] if r["seq_len"] >= 8192]
     rows = [
-        ("over PyTorch, with Numba, geometric mean", 0.95, mean(ours)),
-        ("over PyTorch, with Numba, worst", 1.1, most(ours)),
-        ("over PyTorch, without Numba, geometric mean", 1.2, mean(plain)),
-        ("over PyTorch, without Numba, worst", 1.2, most(plain)),
-        ("over PyTorch, float64, geometric mean", 1.1, mean(over_torch(run["float64"]))),
+        ("over PyTorch, geometric mean", 0.95, mean(ours)),
+        ("over PyTorch, worst", 1.1, most(ours)),
+        ("over PyTorch without Numba, mean", 1.2, mean(plain)),
+        ("over PyTorch without Numba, worst", 1.2, most(plain)),
+        ("over PyTorch, float64, mean", 1.1, mean(over_torch(run["float64"]))),
         ("over PyTorch, float64, worst", 1.1, most(over_torch(run["float64"]))),
-        ("over PyTorch, 32:8 heads at 4096, worst", 1.0, most(over_torch(heads))),
-        ("over PyTorch, decode by flash_attention", 1.0, most(over_torch(cache))),
-        ("over PyTorch, decode by decode_attention", 1.0, most(over_torch(cache, name))),
+        ("over PyTorch, 32:8 heads, worst", 1.0, most(over_torch(heads))),
+        ("over PyTorch, decode", 1.0, most(over_torch(cache))),
+        ("over PyTorch, decode_attention", 1.0, most(over_torch(cache, name))),
         ("over autograd, gradients, worst", 1.3, most(over_torch(alone))),
-        ("over autograd, with the forward pass, worst", 1.3, most(over_torch(whole))),
-        *((f"over PyTorch, 16 to 256 tokens, {h} head{'s' * (h > 1)}, worst", 3.0,
+        ("over autograd with forward, worst", 1.3, most(over_torch(whole))),
+        *((f"over PyTorch, {h} short head{'s' * (h > 1)}, worst", 3.0,
            most(over_torch([r for r in run["short"] if r["heads"] == h]))) for h in (8, 1)),
         ("over naive, 4096 causal", 1 / 6, least(column(table, "flashlit_over_naive", case=n4096 + " causal"))),
         ("over naive, 4096", 1 / 2.5, least(column(table, "flashlit_over_naive", case=n4096))),
         ("at least: share of the limit, worst", 0.8, least(column(run["share"], "share", path=path, causal=False))),
-        ("at least: share, causal, worst", 0.7, least(column(run["share"], "share", path=path, causal=True))),
-        ("at least: two threads against one, worst", 1.8, least(column(run["threads"], "speedup"))),
-        *((f"MiB, {kind}, {n} tokens", float(room), most(column(run["memory"], f"{key}_mib", seq_len=n)))
+        ("at least: share of it, causal, worst", 0.7, least(column(run["share"], "share", path=path, causal=True))),
+        ("at least: two threads over one, worst", 1.8, least(column(run["threads"], "speedup"))),
+        *((f"MiB, {kind}, {n:,} tokens", float(room), most(column(run["memory"], f"{key}_mib", seq_len=n)))
           for n, room in LONG.items() for kind, key in (("tracemalloc", "traced"), ("peak RSS", "rss"))),
-        ("time / N^2, 2048 to 65536, most / least", 1.2, spread(column(long, "flashlit_ns_per_score"))),
-        ("window, time / N, 8192 to 65536, most / least", 1.2, spread(column(window, "window_ns_per_token"))),
+        ("time / N^2, most over least", 1.2, spread(column(long, "flashlit_ns_per_score"))),
+        ("window: time / N, most over least", 1.2, spread(column(window, "window_ns_per_token"))),
     ]  # fmt: skip
     return [verdict(*row) for row in rows]
 

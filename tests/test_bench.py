@@ -12,11 +12,12 @@ import bench_speed
 from flashlit import bench, fast
 from flashlit.bench import Case
 from flashlit.cli import _bench_text, _draw_bench, main
+from flashlit.tiled import BLOCK_KV, BLOCK_Q
 
 RECORDED = json.loads((Path(__file__).parents[1] / "book" / "bench.json").read_text())
 OWN = ("flashlit", "numpy", "naive")
 TINY = Case(1, 2, 40, 8, True)
-SECTIONS = ("table", "float64", "grouped", "backward", "short", "threads", "memory", "parts", "share", "growth")
+SECTIONS = ("table", "float64", "grouped", "backward", "short", "threads", "memory", "parts", "ladder", "share", "growth")
 NAMES = set(bench.COLUMNS)
 
 
@@ -156,12 +157,94 @@ def test_machine():
 # parts, share, growth
 
 def test_parts():
-    rows = bench.parts(8, turns=1)
-    assert [r["path"] for r in rows] == bench.paths()
+    rows, four = bench.parts(8, turns=1), {"maximum", "shift", "exponential", "sum"}
+    lacks = {"numpy": {"step"}, "numba": four, "torch": {*four, "step", "rescale"}}
+    assert [r["path"] for r in rows] == bench.paths() + ["torch"] * bench_speed.has_torch()
     for r in rows:
         given = {part for part in bench.PARTS if r[part] is not None}
-        lacks = {"step"} if r["path"] == "numpy" else {"maximum", "shift", "exponential", "sum"}
-        assert given == set(bench.PARTS) - lacks
+        assert given == set(bench.PARTS) - lacks[r["path"]]
+
+
+def test_ladder(monkeypatch):
+    """Every rung undoes what comes after it, no more; all give the same."""
+    seen, undone, real = [], [], fast.flash_attention
+    before = {name: getattr(owner, at) for name, (owner, at, _) in bench.CHANGES.items()}
+
+    def state():
+        return [getattr(owner, at) is before[name] for name, (owner, at, _) in bench.CHANGES.items()]
+
+    def flash_attention(*x, **options):
+        undone.append(state())
+        return real(*x, **options)
+
+    def times(runs, repeats):
+        seen.extend(f() for f in runs.values())
+        return dict.fromkeys(runs, 1.0)
+
+    case = Case(1, 4, 600, 8, True)
+    monkeypatch.setattr(bench, "times", times)
+    monkeypatch.setattr(fast, "flash_attention", flash_attention)
+    rows = bench.ladder(case, 1)
+    assert [r["ms"] for r in rows] == [1000.0] * 7
+    for o in seen:
+        bench.agree("a rung", o, seen[0])
+    n = len(bench.CHANGES)
+    assert undone == [[i < rung for i in range(n)] for rung in range(n + 1)] and all(state())
+    assert seen[-1].tobytes() == real(*bench.arrays(case), causal=True).tobytes()
+
+
+def test_what_the_ladder_undoes(monkeypatch):
+    """Each stand-in is the loop without that change."""
+    old = {name: stand_in for name, (_, _, stand_in) in bench.CHANGES.items()}
+    assert old["compiled step"]() is fast._exponentials
+    assert old["keys in reach"](None, None, range(3)) == range(3)
+    assert old["every core"](None, 8) == 1
+    assert old["heads together"](SimpleNamespace(heads=lambda: "one by one"), 8) == "one by one"
+    monkeypatch.setattr(bench, "_walk", lambda *x, careful: (x, careful))
+    assert old["poison at the end"](1, 2, careful=False) == ((1, 2), True)
+
+
+@pytest.mark.parametrize("name", bench.CHANGES)
+def test_each_change_is_one(name):
+    """What the ladder undoes is used by the loop: undone, it is called."""
+    owner, at, old = bench.CHANGES[name]
+    calls, x = [], bench.arrays(Case(1, 4, 600, 8, True))
+
+    def counted(*args, **kwargs):
+        calls.append(1)
+        return old(*args, **kwargs)
+
+    with bench._replaced((owner, at, counted)):
+        o = fast.flash_attention(*x, causal=True)
+    assert calls and getattr(owner, at) is not counted
+    bench.agree(name, o, fast.flash_attention(*x, causal=True))
+
+
+def test_the_products_of_torch():
+    pytest.importorskip("torch")
+    tile = bench._Tile(8, rows=6, cols=5)
+    work = bench._torch_parts(tile)["torch"]
+    tile.s[:], tile.new[:] = 0, 0
+    work["scores"]()
+    np.testing.assert_allclose(tile.s, tile.q @ tile.k.T, rtol=1e-5, atol=1e-6)
+    work["values"]()
+    np.testing.assert_allclose(tile.new, tile.s @ tile.v, rtol=1e-5, atol=1e-5)
+
+
+def test_parts_count_no_warm_up(monkeypatch):
+    """A clock of our own: the n-th use of a part takes n seconds; the first five do not count."""
+    now, uses = [0.0], []
+
+    def scores(tile):
+        uses.append(1)
+        now[0] += len(uses)
+
+    monkeypatch.setattr(bench, "paths", lambda: ["numpy"])
+    monkeypatch.setattr(bench, "_torch_parts", lambda tile: {})
+    monkeypatch.setattr(bench._Tile, "scores", scores)
+    monkeypatch.setattr(bench.time, "perf_counter", lambda: now[0])
+    (r,) = bench.parts(8, turns=3)
+    assert len(uses) == 8 and r["scores"] == bench.rounded(1e9 * 7 / (BLOCK_Q * BLOCK_KV))
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -269,11 +352,17 @@ def test_recorded_table():
 
 def test_recorded_parts_and_shares():
     run = RECORDED
-    assert [(r["head_dim"], r["path"]) for r in run["parts"]] == [(d, p) for d in (64, 128) for p in ("numpy", "numba")]
+    assert [(r["head_dim"], r["path"]) for r in run["parts"]] == [(d, p) for d in (64, 128) for p in ("numpy", "numba", "torch")]
     assert all(set(bench.PARTS) <= set(r) for r in run["parts"])
     assert [(r["case"], r["path"]) for r in run["share"]] == [(str(c), p) for c in bench.CASES for p in ("numpy", "numba")]
     for r in run["share"]:
         assert close(r["share"], (r["products_ms"] + r["exponentials_ms"]) / r["ours_ms"])
+
+
+def test_recorded_ladder():
+    names = ["chapter 4", "in place", *bench.CHANGES]
+    assert [(r["case"], r["loop"]) for r in RECORDED["ladder"]] == [(str(c), n) for c in bench_speed.STEPWISE for n in names]
+    assert all(r["ms"] > 0 for r in RECORDED["ladder"])
 
 
 def test_recorded_growth():

@@ -39,7 +39,7 @@ ARROWS = {  # what a module may import from its own package
     "cases": set(),
     "testing": {"cases"},
     "museum": set(),
-    "bench": {"compiled", "fast", "naive", "tiled"},
+    "bench": {"compiled", "fast", "naive", "scores", "tiled"},
     "cli": ANY,
 }
 EXTRAS = {  # what a module needs besides NumPy, where it needs it
