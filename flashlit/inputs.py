@@ -169,7 +169,7 @@ def _out(out, shape, dtype, inputs):
     if isinstance(inside, np.ma.MaskedArray) or not inside.flags.writeable:
         raise ValueError("out is read-only or masked; it must be writeable")
     reach = inside.itemsize  # bytes that the axes so far extend over
-    steps = zip(map(abs, inside.strides), shape)
+    steps = zip(map(abs, inside.strides), shape) if inside.size else ()
     for step, n in sorted((step, n) for step, n in steps if n > 1):
         if step < reach:
             raise ValueError("out has entries that share memory; it must not")

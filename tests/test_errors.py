@@ -401,6 +401,15 @@ def test_out_whose_rows_overlap(path):
     assert not room.any()
 
 
+@every_path
+@pytest.mark.parametrize("lead, n", [((1, 1), 0), ((3, 1), 0), ((0, 2), 4)])
+def test_out_that_is_empty(path, lead, n):
+    """It has no entries, so none of them share memory."""
+    q, k, v = (normal((*lead, m, d)) for m, d in ((n, 1), (3, 1), (3, 2)))
+    out = np.empty((*lead, n, 2))
+    assert path(q, k, v, out=out) is out
+
+
 BAD_ALIBI = {
     "heads": (TypeError, ["heads", "[4]"], lambda: alibi_slopes([4])),
     "no heads": (TypeError, ["heads", "0"], lambda: alibi_slopes(0)),
